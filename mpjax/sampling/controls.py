@@ -32,6 +32,7 @@ from mpjax.sampling.token_lists import (
 class Allowed(Processor):
     """Allows only the tokens of a mask, bool [vocabulary]."""
 
+    of_sampling = True
     names: ClassVar[tuple[str, ...]] = ("allowed_ids",)
     mask: Any
 
@@ -63,6 +64,7 @@ class BadWords(Processor):
     words: int32 [number, LONGEST_BAD_WORD], padded in front with NO_ID.
     """
 
+    of_sampling = True
     names: ClassVar[tuple[str, ...]] = ("bad_words",)
     words: Any
 
@@ -98,6 +100,7 @@ class BadWords(Processor):
 class Biases(Processor):
     """Adds biases to logits. ids: int32 [number], padded. values: float32 [number], the biases."""
 
+    of_sampling = True
     names: ClassVar[tuple[str, ...]] = ("logit_bias",)
     ids: Any
     values: Any
@@ -127,6 +130,7 @@ class Penalties(Processor):
         frequency: subtracted once for each time the token was drawn (OpenAI).
     """
 
+    of_sampling = True
     names: ClassVar[tuple[str, ...]] = (
         "repetition_penalty",
         "presence_penalty",

@@ -17,7 +17,7 @@ from mpjax.kernels.invariance import in_row_tiles, is_batch_invariant
 from mpjax.kernels.thresholds.api import threshold
 from mpjax.kernels.thresholds.keys import LEAST, key_of
 from mpjax.sampling.greedy import likeliest
-from mpjax.sampling.processors import Attachment, draw_own
+from mpjax.sampling.processors import Attachment, draw_own, filter_own
 from mpjax.sampling.random_keys import gumbel_noise, row_keys, step_keys
 from mpjax.sampling.settings import UNLIMITED, RowSettings
 
@@ -104,12 +104,21 @@ def _choose(
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if settings.greedy:
         return draw_own(attached, logits, settings, counts, likeliest)
-    keys = step_keys(row_keys(settings.key_words), counts)
-    noise = gumbel_noise(keys, logits.shape[1])
-    filtered = _filtered(logits, settings, divided=divided)
-    drawn = jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32)
-    tokens = jnp.where(settings.temperature > 0, drawn, likeliest)
-    return draw_own(attached, filtered, settings, counts, tokens)
+    is_drawn = settings.temperature > 0
+
+    def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = step_keys(row_keys(settings.key_words), counts)
+        noise = gumbel_noise(keys, logits.shape[1])
+        filtered = _filtered(logits, settings, attached, divided=divided)
+        drawn = jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32)
+        return jnp.where(is_drawn, drawn, likeliest), filtered
+
+    if not settings.varied or any(one.processor.draws for one in attached):
+        tokens, filtered = sampled(logits)
+        return draw_own(attached, filtered, settings, counts, tokens)
+    # Noise for all logits takes long where all rows are greedy.
+    tokens = jax.lax.cond(is_drawn.any(), lambda x: sampled(x)[0], lambda _: likeliest, logits)
+    return tokens
 
 
 def is_end(draw: Draw, settings: RowSettings, counts: jax.Array) -> jax.Array:
@@ -133,33 +142,41 @@ def hide_stop_ids(logits: jax.Array, settings: RowSettings, counts: jax.Array) -
     return jnp.where(is_short & settings.stops(ids), -jnp.inf, logits)
 
 
-def process_logits(logits: jax.Array, settings: RowSettings, *, divided: bool = False) -> jax.Array:
+def process_logits(
+    logits: jax.Array,
+    settings: RowSettings,
+    attached: Attachment = (),
+    *,
+    divided: bool = False,
+) -> jax.Array:
     """The logits that `draw` samples from, float32 [rows, vocabulary]; -inf for removed tokens.
 
-    The steps and their order are Hugging Face's: temperature, top-k, top-p, min-p, each on the
-    result of the previous step. A greedy row's logits don't change. Arguments are those of `draw`.
+    The steps and their order are Hugging Face's: temperature, top-k, top-p, min-p, then processors
+    that filter, each on the result of the previous step. A greedy row's logits don't change.
+    Arguments are those of `draw`.
     """
     logits = logits.astype(jnp.float32)
     if settings.greedy:
         return logits
     is_drawn = settings.temperature[:, None] > 0
-    return jnp.where(is_drawn, _filtered(logits, settings, divided=divided), logits)
+    return jnp.where(is_drawn, _filtered(logits, settings, attached, divided=divided), logits)
 
 
-def _filtered(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Array:
-    """Logits divided by the temperature, with -inf for those that top-k, top-p and min-p remove."""
+def _filtered(
+    logits: jax.Array, settings: RowSettings, attached: Attachment, *, divided: bool
+) -> jax.Array:
+    """Logits divided by the temperature, with -inf for those that filters remove."""
     temperature = settings.temperature[:, None]
     divisor = jnp.maximum(temperature, LEAST_TEMPERATURE)
     logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
     keep = functools.partial(_keep, settings=settings, divided=divided)
     if not settings.varied:
-        return keep(logits)
+        return filter_own(attached, keep(logits))
     is_filtered = settings.top_k < UNLIMITED
     is_filtered |= (settings.top_p < 1) | (settings.min_p > 0)
     # Filters read all logits many times.
     is_used = (is_filtered & (settings.temperature > 0)).any()
-    kept: jax.Array = jax.lax.cond(is_used, keep, lambda x: x, logits)
-    return kept
+    return filter_own(attached, jax.lax.cond(is_used, keep, lambda x: x, logits))
 
 
 def _keep(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Array:

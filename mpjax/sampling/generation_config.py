@@ -5,6 +5,7 @@ Missing keys leave fields off: transformers' default `top_k` of 50 isn't applied
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
 LISTS = ("bad_words_ids", "suppress_tokens", "sequence_bias")
 PLAIN = ("repetition_penalty", "min_new_tokens")
+NO_FILTER = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}  # their neutral values
 OBEYED = {*DRAWING, *LISTS, *PLAIN, *KEYS, "do_sample"}
 # Keys of transformers that don't change sampling without beam search: token ids (read elsewhere),
 # lengths (arguments here), outputs, caches, compilation, and assisted generation.
@@ -38,10 +40,10 @@ IRRELEVANT = {
     *("max_matching_ngram_size", "speculation_type"),
     *("_from_model_config", "transformers_version", "_name_or_path"),
 }
-# Neutral values of keys that mpjax doesn't support; null is neutral for all keys.
+# Neutral values of keys that are refused with others; null is neutral for all keys.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
-    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
+    "penalty_alpha": (0,),
+    **dict.fromkeys(("num_beams", "guidance_scale"), (1,)),
     **dict.fromkeys(("stop_strings", "force_words_ids", "constraints"), ([],)),
     **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "dola_layers"), ()),
     "watermarking_config": (),
@@ -57,17 +59,14 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
     `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token, or
     a rule if they are many. As in transformers, a bad word that is an end token alone is dropped.
 
-    where: the file, for messages. Warns of unsupported keys with non-neutral values, of lists that
-    are longer than a Sampling's, and of a `sequence_bias` of several tokens. Raises CheckpointError
-    for values out of range.
+    where: the file, for messages. Warns of keys that are not known. Raises CheckpointError for
+    values out of range, for a key that would change what is drawn and is not supported, for lists
+    that are longer than a Sampling's, and for a `sequence_bias` of several tokens.
     """
-    given = {key: value for key, value in values.items() if value is not None}
-    unfit = _unfit_lists(given)
-    _warn_of_others(given, unfit, where)
-    given = {key: value for key, value in given.items() if key not in unfit}
-    do_sample = given.get("do_sample", any(name in given for name in DRAWING))
-    if type(do_sample) is not bool:
-        raise CheckpointError(f"{where}: do_sample is {do_sample!r:.80}: expected true or false")
+    off = NO_FILTER.items()
+    given = {key: it for key, it in values.items() if it is not None and (key, it) not in off}
+    _require_supported(given, where)
+    do_sample = _samples(given, where)
     fields = {name: given[name] for name in DRAWING if name in given} if do_sample else {}
     if do_sample:
         fields = {"temperature": 1.0} | fields
@@ -76,7 +75,7 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
         if type(value) not in (int, float, type(None)):
             raise CheckpointError(f"{where}: {name} is {value!r:.80}: expected a number")
     fields |= _lists(given, where)
-    if rules := _rules(given, where):
+    if rules := _rules(given, where, do_sample=do_sample):
         fields["rules"] = rules
     if not fields and "do_sample" not in given:
         return None
@@ -90,16 +89,20 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
         raise CheckpointError(f"{where}: {error}") from error
 
 
+def _samples(given: Mapping[str, Any], where: str) -> bool:
+    """Whether tokens are drawn at random. Raises CheckpointError."""
+    found = given.get("do_sample", any(name in given for name in (*DRAWING, *NO_FILTER)))
+    if type(found) is not bool:
+        raise CheckpointError(f"{where}: do_sample is {found!r:.80}: expected true or false")
+    return found
+
+
 def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields bad_words and logit_bias, from the keys in LISTS. Raises CheckpointError."""
     for name in LISTS:
         if not isinstance(given.get(name, []), list) and given[name] != {}:
             raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected a list")
-    ends = given.get("eos_token_id")
-    ends = [[i] for i in (ends if isinstance(ends, list) else [ends])]
-    words = [word for word in given.get("bad_words_ids", []) if word not in ends]
-    if not _are_many(given):
-        words += [[i] for i in given.get("suppress_tokens", [])]
+    words, _ = _banned(given)
     biases = given.get("sequence_bias", [])
     pairs = [it for it in biases if isinstance(it, list) and len(it) == 2]
     single = [(ids[0], bias) for ids, bias in pairs if isinstance(ids, list) and len(ids) == 1]
@@ -112,18 +115,28 @@ def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _are_many(given: Mapping[str, Any]) -> bool:
-    """Whether `suppress_tokens` don't fit beside the bad words of a Sampling."""
-    names = ("bad_words_ids", "suppress_tokens")
-    lists = [it for name in names if isinstance(it := given.get(name, []), list)]
-    return sum(map(len, lists)) > MOST_BAD_WORDS
+def _banned(given: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The bad words of a Sampling, and the tokens of a rule, if there are too many bad words."""
+    lists = (given.get(name, []) for name in ("bad_words_ids", "suppress_tokens"))
+    words, ids = (it if isinstance(it, list) else [] for it in lists)
+    ends = given.get("eos_token_id")
+    ends = [[i] for i in (ends if isinstance(ends, list) else [ends])]
+    words = [word for word in words if word not in ends]
+    if len(words) + len(ids) <= MOST_BAD_WORDS:
+        return words + [[i] for i in ids], []
+    if len(words) <= MOST_BAD_WORDS:
+        return words, ids
+    single = [isinstance(word, list) and len(word) == 1 for word in words]
+    more = [word[0] for word, is_one in zip(words, single, strict=True) if is_one]
+    return [word for word, is_one in zip(words, single, strict=True) if not is_one], more + ids
 
 
-def _rules(given: Mapping[str, Any], where: str) -> list[TokenRule]:
+def _rules(given: Mapping[str, Any], where: str, *, do_sample: bool) -> list[TokenRule]:
     """The rules of the keys that have some. Raises CheckpointError."""
-    found, ends = [], _ends(given)
+    found, ends, (_, banned) = [], _ends(given), _banned(given)
+    given = {**given, "suppress_tokens": banned}
     for name, (accepts, expected, read) in KEYS.items():
-        if not given.get(name) or (name == "suppress_tokens" and not _are_many(given)):
+        if not given.get(name) or (name in NO_FILTER and not do_sample):
             continue
         if not accepts(given[name]):
             raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected {expected}")
@@ -137,34 +150,41 @@ def _ends(given: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int)
 
 
-def _unfit_lists(given: Mapping[str, Any]) -> set[str]:
-    """The keys that a Sampling can't follow; malformed ones are left to `_lists` and `_rules`.
+def _require_supported(given: Mapping[str, Any], where: str) -> None:
+    """Warns of unknown keys. Raises CheckpointError for keys and lists that can't be obeyed.
 
-    Their lists are too long, or the file has no eos_token_id.
+    Malformed lists are left to `_lists` and `_rules`.
     """
-    lists = (given.get(name, []) for name in ("bad_words_ids", "sequence_bias"))
-    words, biases = (it if isinstance(it, list) else [] for it in lists)
-    long = (isinstance(word, list) and len(word) > LONGEST_BAD_WORD for word in words)
-    several = (
-        isinstance(it, list) and it and isinstance(it[0], list) and len(it[0]) > 1 for it in biases
-    )
-    is_unfit = {
-        "bad_words_ids": len(words) > MOST_BAD_WORDS or any(long),
-        "sequence_bias": len(biases) > MOST_BIASES or any(several),
-        **dict.fromkeys(NEED_ENDS, not _ends(given)),
+    words, _ = _banned(given)
+    biases = it if isinstance(it := given.get("sequence_bias", []), list) else []
+    several = [it for it in biases if isinstance(it, list) and it and _is_long(it[0], 1)]
+    reasons = {
+        "bad_words_ids": (
+            len(words) > MOST_BAD_WORDS or any(_is_long(word, LONGEST_BAD_WORD) for word in words),
+            f"at most {MOST_BAD_WORDS} words of up to {LONGEST_BAD_WORD} tokens",
+        ),
+        "sequence_bias": (
+            len(biases) > MOST_BIASES or bool(several),
+            f"at most {MOST_BIASES} biases, of one token each",
+        ),
+        **dict.fromkeys(NEED_ENDS, (not _ends(given), "an eos_token_id beside it")),
     }
-    return {name for name, unfit in is_unfit.items() if unfit and given.get(name)}
+    for key, neutral in NEUTRAL.items():
+        usual = " or ".join(json.dumps(value) for value in (*neutral, None))
+        reasons[key] = given.get(key) not in (*neutral, None), f"{usual}, since it is not supported"
+    for key, (is_unfit, expected) in reasons.items():
+        if is_unfit and given.get(key):
+            raise CheckpointError(
+                f"{where}: {key} is {given[key]!r:.80}: expected {expected}. Without the key, the "
+                "model can be loaded"
+            )
+    known = OBEYED | IRRELEVANT | {*NEUTRAL}
+    if unknown := [f"{key} {value!r:.40}" for key, value in given.items() if key not in known]:
+        warnings.warn(f"{where} has {', '.join(unknown)}: mpjax does not know it", stacklevel=3)
 
 
-def _warn_of_others(given: Mapping[str, Any], unfit: set[str], where: str) -> None:
-    obeyed = (OBEYED | IRRELEVANT) - unfit
-    ignored = [
-        f"{key} {value!r:.40}"
-        for key, value in given.items()
-        if key not in obeyed and value not in NEUTRAL.get(key, ())
-    ]
-    if ignored:
-        warnings.warn(f"{where} has {', '.join(ignored)}: mpjax does not follow it", stacklevel=3)
+def _is_long(ids: Any, most: int) -> bool:
+    return isinstance(ids, list) and len(ids) > most
 
 
 def to_fields(sampling: Sampling) -> dict[str, Any]:

@@ -36,9 +36,14 @@ class Processor:
     Array fields are arguments of the compiled program; a new value of a static field recompiles it.
 
     draws: whether `draw` replaces the final sampling of a token (static).
+    filters: whether `filter` removes tokens after the temperature (static).
+    of_sampling: whether it is one of those that each row of an engine has for its Sampling. They
+        come before others.
     """
 
     draws = False
+    filters = False
+    of_sampling = False
 
     def create(self, vocabulary: int) -> Any:
         """The initial memory of a row: a pytree of arrays; empty by default.
@@ -55,6 +60,14 @@ class Processor:
         """The logits to draw from, float32 [vocabulary]; -inf for a token that is not allowed.
 
         number: int32 scalar, the row's new tokens so far.
+        """
+        return logits
+
+    def filter(self, logits: jax.Array) -> jax.Array:
+        """The logits, -inf for tokens that are not drawn, if `filters`.
+
+        logits: float32 [vocabulary] of a row with a temperature, after it and after top-k, top-p
+        and min-p. At least one must stay.
         """
         return logits
 
@@ -134,10 +147,19 @@ def read(attached: Attachment, tokens: jax.Array, lengths: jax.Array) -> Attachm
 def process(attached: Attachment, logits: jax.Array, numbers: jax.Array) -> jax.Array:
     """The processed logits, float32 [rows, vocabulary]. numbers: int32 [rows], new tokens."""
     logits = logits.astype(jnp.float32)
-    for one in attached:
-        found = one.map(lambda p, m, z, n: p(z, m, n), logits, numbers)
-        logits = jnp.where(one.active[:, None], found, logits)
-    return logits
+
+    def changed(logits: jax.Array, some: Attachment) -> jax.Array:
+        for one in some:
+            found = one.map(lambda p, m, z, n: p(z, m, n), logits, numbers)
+            logits = jnp.where(one.active[:, None], found, logits)
+        return logits
+
+    number = sum(one.processor.of_sampling and not one.shared for one in attached)
+    if own := attached[:number]:
+        # Their passes over all logits take longer than the condition where no row has them.
+        is_used = functools.reduce(jnp.logical_or, (one.active.any() for one in own))
+        logits = jax.lax.cond(is_used, lambda x: changed(x, own), lambda x: x, logits)
+    return changed(logits, attached[number:])
 
 
 def advance(attached: Attachment, tokens: jax.Array, is_new: jax.Array) -> Attachment:
@@ -190,6 +212,15 @@ def repeated(attached: Attachment, positions: int) -> Attachment:
         else repeat(one)
         for one in attached
     )
+
+
+def filter_own(attached: Attachment, logits: jax.Array) -> jax.Array:
+    """The logits, float32 [rows, vocabulary], after the processors that filter."""
+    for one in attached:
+        if one.processor.filters:
+            found = one.map(lambda p, m, z: p.filter(z), logits)
+            logits = jnp.where(one.active[:, None], found, logits)
+    return logits
 
 
 def draw_own(

@@ -162,6 +162,60 @@ class NoRepeat(TokenRule):
         return tokens.at[place].set(token, mode="drop"), count + is_new.astype(jnp.int32)
 
 
+@_static
+class Typical(TokenRule):
+    """Draws the tokens whose information is nearest to the entropy (Meister et al., 2023).
+
+    mass: the probability that they have together, above 0 and below 1.
+    """
+
+    filters = True
+    mass: float
+
+    def keys(self) -> dict[str, Any]:
+        """`typical_p`."""
+        return {"typical_p": self.mass}
+
+    def filter(self, logits: jax.Array) -> jax.Array:
+        """The logits, -inf for tokens whose information is further from the entropy."""
+        logprobs = jax.nn.log_softmax(logits)
+        away = jnp.abs(-logprobs - _entropy(logprobs))
+        order = jnp.argsort(away)
+        sums = jnp.cumsum(jnp.exp(logprobs)[order])
+        last = jnp.minimum((sums < self.mass).sum(), len(logits) - 1)
+        return jnp.where(away <= away[order][last], logits, -jnp.inf)
+
+
+@_static
+class Cutoff(TokenRule):
+    """Draws the tokens above a probability, and the likeliest (Hewitt et al., 2022).
+
+    epsilon: the probability, above 0 and below 1. by_entropy: whether it is at most √epsilon ·
+        exp(−entropy), too (eta sampling).
+    """
+
+    filters = True
+    epsilon: float
+    by_entropy: bool = False
+
+    def keys(self) -> dict[str, Any]:
+        """`epsilon_cutoff` or `eta_cutoff`."""
+        return {"eta_cutoff" if self.by_entropy else "epsilon_cutoff": self.epsilon}
+
+    def filter(self, logits: jax.Array) -> jax.Array:
+        """The logits, -inf for tokens of lower probability."""
+        logprobs, least = jax.nn.log_softmax(logits), jnp.float32(self.epsilon)
+        if self.by_entropy:
+            least = jnp.minimum(least, jnp.sqrt(least) * jnp.exp(-_entropy(logprobs)))
+        is_kept = (jnp.exp(logprobs) >= least) | (logits >= logits.max())
+        return jnp.where(is_kept, logits, -jnp.inf)
+
+
+def _entropy(logprobs: jax.Array) -> jax.Array:
+    """The entropy in nats of a distribution, from its log-probabilities."""
+    return -jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0).sum()
+
+
 def read_rules(rules: Any) -> tuple[TokenRule, ...] | None:
     """The checked field `rules` of a Sampling; None for none. Raises ValueError."""
     found = () if rules is None else rules
@@ -194,7 +248,12 @@ def _is_decay(value: Any) -> bool:
     return _is_whole(value[0]) and bool(value[1] > 0)
 
 
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 1
+
+
 _IDS, _WHOLE = "a list of token ids", "a whole number"
+_SHARE = "a number above 0 and below 1"
 KEYS: dict[str, tuple[Callable[[Any], bool], str, Reader]] = {
     "suppress_tokens": (_are_ids, _IDS, lambda ids, _: Suppress(tuple(ids))),
     "begin_suppress_tokens": (_are_ids, _IDS, lambda ids, _: Suppress(tuple(ids), True)),
@@ -205,6 +264,10 @@ KEYS: dict[str, tuple[Callable[[Any], bool], str, Reader]] = {
         "[start, factor]",
         lambda pair, ids: LengthDecay(pair[0], float(pair[1]), ids),
     ),
+    # In the order in which transformers applies them.
+    "typical_p": (_is_share, _SHARE, lambda mass, _: Typical(float(mass))),
+    "epsilon_cutoff": (_is_share, _SHARE, lambda least, _: Cutoff(float(least))),
+    "eta_cutoff": (_is_share, _SHARE, lambda least, _: Cutoff(float(least), True)),
 }
 NEED_ENDS = ("min_length", "exponential_decay_length_penalty")
 

@@ -55,8 +55,8 @@ class Sampling:
       allowed_ids: ids of the only tokens that may be drawn.
       bad_words: sequences of token ids that are never completed by a new token, such as [[13], [5,
         7]]: up to 64, of up to 8 ids each. A sequence may begin in the prompt.
-      rules: what generation_config.json asks for beside these: `Suppress`, `MinLength`, `NoRepeat`
-        and `LengthDecay` of `mpjax.sampling.rules`.
+      rules: what generation_config.json asks for beside these: `Suppress`, `MinLength`,
+        `NoRepeat`, `LengthDecay`, `Typical` and `Cutoff` of `mpjax.sampling.rules`.
       stop_ids: ids of the tokens that end a row, a list of any length; `None` for the tokenizer's
         stop ids or, without a tokenizer, those of config.json.
 
@@ -331,6 +331,12 @@ class RowSettings:
         Such rows have reached min_new_tokens, have no processors, and ask for no top_logprobs.
         """
         off: dict[str, Any] = dict.fromkeys((*_NEUTRAL, "top_logprobs"))
+        return dataclasses.replace(self, **off)
+
+    @property
+    def without_draws(self) -> RowSettings:
+        """The settings for rows that are known to be greedy and to ask for no top_logprobs."""
+        off: dict[str, Any] = dict.fromkeys(("temperature", *FILTERS, "top_logprobs"))
         return dataclasses.replace(self, **off)
 
     def filled(self, stop_ids: int) -> RowSettings:

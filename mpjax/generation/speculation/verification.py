@@ -19,7 +19,7 @@ from mpjax.sampling.draw import (
     process_logits,
     top_logprobs,
 )
-from mpjax.sampling.processors import process_along, repeated
+from mpjax.sampling.processors import Attachment, process_along, repeated
 from mpjax.sampling.random_keys import row_keys
 from mpjax.sampling.settings import RowSettings
 
@@ -53,7 +53,7 @@ def verify(
         drawn = by_position(draw(flat, each, counts, wanted, attached, divided=divided))
         return drawn, acceptance.count_agreeing(drawn.tokens, proposal)
     allowed = allowed_logits(flat, each, counts, wanted)
-    p = distribution(allowed, each, divided=divided).reshape(logits.shape)
+    p = distribution(allowed, each, attached, divided=divided).reshape(logits.shape)
     keys = row_keys(state.settings.key_words)
     tokens, accepted = acceptance.accept(p, proposal, keys, state.counts)
     top = None
@@ -66,13 +66,19 @@ def verify(
     return Draw(tokens, found, top), accepted
 
 
-def distribution(logits: jax.Array, settings: RowSettings, *, divided: bool = False) -> jax.Array:
+def distribution(
+    logits: jax.Array,
+    settings: RowSettings,
+    attached: Attachment = (),
+    *,
+    divided: bool = False,
+) -> jax.Array:
     """The probabilities that `draw` samples from, float32 [rows, vocabulary].
 
     A greedy row has 1 for its likeliest token. Arguments are those of `draw`; settings must have a
     temperature.
     """
-    processed = process_logits(logits, settings, divided=divided)
+    processed = process_logits(logits, settings, attached, divided=divided)
     probabilities = in_row_tiles(jax.nn.softmax, processed)
     best = jax.nn.one_hot(jnp.argmax(processed, axis=-1), logits.shape[-1], dtype=jnp.float32)
     return jnp.where(settings.temperature[:, None] > 0, probabilities, best)

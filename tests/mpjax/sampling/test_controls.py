@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.sampling.controls import changes_logits, controls
+from mpjax.sampling.draw import process_logits
 from mpjax.sampling.processors import advance, attach, process, process_along, read
-from mpjax.sampling.rules import LengthDecay, MinLength, NoRepeat, Suppress, read_rows_rules
-from mpjax.sampling.settings import Sampling
+from mpjax.sampling.rules import (
+    Cutoff,
+    LengthDecay,
+    MinLength,
+    NoRepeat,
+    Suppress,
+    Typical,
+    read_rows_rules,
+)
+from mpjax.sampling.settings import UNLIMITED, RowSettings, Sampling
 
 VOCABULARY = 40
 PROMPTS = np.array([[3, 5, 3, 9], [1, 2, 0, 0]])
@@ -101,6 +110,33 @@ def test_rules_are_those_of_transformers(kind, logits):
             differs |= not np.array_equal(expected, logits[row])
         processors = told(processors, TEXT[:, number : number + 1])
     assert differs
+
+
+@pytest.mark.parametrize(
+    ("rule", "theirs"),
+    [
+        (Typical(0.6), "TypicalLogitsWarper"),
+        (Cutoff(0.03), "EpsilonLogitsWarper"),
+        (Cutoff(0.01, by_entropy=True), "EtaLogitsWarper"),
+        (Cutoff(0.9), "EpsilonLogitsWarper"),  # none is as likely: the likeliest stays
+    ],
+)
+def test_rules_that_filter_are_those_of_transformers(rule, theirs, logits):
+    """After the temperature and the other filters; a greedy row is not filtered."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    sampling = Sampling(temperature=[0.5, 0], top_k=[20, UNLIMITED], rules=[rule])
+    logits = logits * 2
+    found = process_logits(jnp.asarray(logits), RowSettings.of([sampling], 2), attached([sampling]))
+    [value] = rule.keys().values()
+    steps = hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(20), getattr(hf, theirs)(value)
+    expected = torch.from_numpy(logits[:1].copy())
+    for step in steps:
+        expected = step(None, expected)
+    np.testing.assert_allclose(found[0], expected[0].numpy(), rtol=1e-6)
+    assert 0 < np.isfinite(found[0]).sum() < 20
+    np.testing.assert_array_equal(found[1], logits[1])
 
 
 def test_presence_and_frequency_are_openais_and_count_the_output_alone(logits):

@@ -17,7 +17,15 @@ from mpjax.sampling.generation_config import (
     read_sampling,
     to_keys,
 )
-from mpjax.sampling.rules import KEYS, LengthDecay, MinLength, NoRepeat, Suppress
+from mpjax.sampling.rules import (
+    KEYS,
+    Cutoff,
+    LengthDecay,
+    MinLength,
+    NoRepeat,
+    Suppress,
+    Typical,
+)
 
 pytestmark = pytest.mark.any_version
 
@@ -50,6 +58,13 @@ pytestmark = pytest.mark.any_version
         ({"temperature": 1, "top_k": -1}, Sampling(1.0)),
         ({"temperature": 2, "top_p": 0.0}, Sampling(2.0, 1)),
         ({"sequence_bias": {}, "bad_words_ids": [], "suppress_tokens": []}, None),
+        ({"typical_p": 0.9, "do_sample": False}, Sampling()),
+        ({"typical_p": 0.9}, Sampling(1.0, rules=(Typical(0.9),))),
+        (
+            {"do_sample": True, "typical_p": 1.0, "epsilon_cutoff": 2e-3, "eta_cutoff": 1e-3},
+            Sampling(1.0, rules=(Cutoff(2e-3), Cutoff(1e-3, True))),
+        ),
+        ({"bad_words_ids": [[7]] * 65}, Sampling(rules=(Suppress((7,) * 65),))),
     ],
 )
 def test_the_authors_sampling_is_read(written, expected):
@@ -119,21 +134,25 @@ def test_rules_are_read_and_written():
 
 
 @pytest.mark.parametrize(
-    ("written", "named"),
+    ("written", "expected"),
     [
-        (
-            {"min_length": 3, "chat_format": "chatml"},  # without eos_token_id
-            "min_length 3, chat_format 'chatml'",
-        ),
-        ({"bad_words_ids": [[7]] * 65}, f"bad_words_ids {[[7]] * 65!r:.40}"),
-        ({"bad_words_ids": [[7] * 9]}, f"bad_words_ids {[[7] * 9]}"),
-        ({"sequence_bias": [[[1, 2], 3.0]]}, "sequence_bias [[[1, 2], 3.0]]"),
+        ({"min_length": 3}, "an eos_token_id beside it"),
+        ({"bad_words_ids": [[7, 8]] * 65}, "at most 64 words of up to 8 tokens"),
+        ({"bad_words_ids": [[7] * 9]}, "at most 64 words of up to 8 tokens"),
+        ({"sequence_bias": [[[1, 2], 3.0]]}, "at most 300 biases, of one token each"),
     ],
 )
-def test_keys_that_are_not_followed_are_named(written, named):
-    told = f"file has {named}: mpjax does not follow it"
+def test_what_can_not_be_obeyed_is_refused(written, expected):
+    [[key, value]] = written.items()
+    told = re.escape(f"file: {key} is {value!r:.80}: expected {expected}.")
+    with pytest.raises(CheckpointError, match=told):
+        read_sampling(written | {"do_sample": True}, "file")
+
+
+def test_unknown_keys_are_named():
+    told = "file has chat_format 'chatml': mpjax does not know it"
     with pytest.warns(UserWarning, match=f"^{re.escape(told)}$"):
-        assert read_sampling(written | {"do_sample": True}, "file") == Sampling(1.0)
+        assert read_sampling({"chat_format": "chatml", "do_sample": True}, "file") == Sampling(1.0)
 
 
 def test_every_key_of_transformers_is_known_and_its_defaults_are_neutral():
@@ -147,7 +166,7 @@ def test_every_key_of_transformers_is_known_and_its_defaults_are_neutral():
             repetition_penalty=1.0, min_new_tokens=defaults.get("min_new_tokens")
         )
     for key in NEUTRAL:
-        with pytest.warns(UserWarning, match=f"file has {key} 'x'"):
+        with pytest.raises(CheckpointError, match=f"file: {key} is 'x': expected .* not supported"):
             read_sampling({key: "x"}, "file")
 
 

@@ -39,20 +39,20 @@ class Matcher:
         from llguidance import LLMatcher
 
         self._columns, self.stop_ids = lm.model.columns, frozenset(stop_ids)
-        self._ends = lm.usual_stop_ids
-        if not self._ends or not self.stop_ids:
+        self.ends = lm.usual_stop_ids
+        if not self.ends or not self.stop_ids:
             raise ValueError("constraint: the text needs a stop id, and the model has none")
         # A tokenizer may have more tokens than the model's head has columns.
-        self._size = max(self._columns, lm.require_tokenizer().backend.get_vocab_size())
-        vocabulary = vocabulary_of(lm.require_tokenizer(), self._size, self._ends)
+        self.size = max(self._columns, lm.require_tokenizer().backend.get_vocab_size())
+        vocabulary = vocabulary_of(lm.require_tokenizer(), self.size, self.ends)
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
         if is_wrong:
             raise ValueError(f"constraint: {kind} can't be enforced: {'; '.join(messages)}")
-        self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        self.inner = LLMatcher(vocabulary, grammar, log_level=0)
         self._require_no_error(kind)
-        first = self._fill()
+        first = _filled(self.inner, self.size)
         self._require_no_error(kind)
-        if self._has_end(first) and not self._matcher.is_accepting():
+        if _has_end(first[None], self.ends)[0] and not self.inner.is_accepting():
             raise ValueError(f"constraint: {kind} allows no text")
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
@@ -61,22 +61,20 @@ class Matcher:
         Returns uint32 [1 + drafts, words]; bit i of word w is token 32 w + i. All tokens are
         allowed after a draft that is not allowed or that ends the row.
         """
-        # Stop ids end the row, and llguidance doesn't count them in a rollback: leave them out.
-        ends = {*self._ends, *self.stop_ids}
-        text = list(itertools.takewhile(lambda token: token not in ends, drafts))
-        allowed = self._matcher.validate_tokens(text) if text else 0
         found = np.full((1 + len(drafts), mask_words(self._columns)), ~np.uint32(0))
-        for place in range(1 + allowed):
-            found[place] = self._translated(self._fill())
-            if place < allowed:
-                self._matcher.consume_token(drafts[place])
-        if allowed:
-            self._matcher.rollback(allowed)
+        write_masks([(self, drafts, found)])
         return found
+
+    def allowed(self, drafts: Sequence[int]) -> list[int]:
+        """The draft tokens before the first that is not allowed or that ends the row."""
+        # Stop ids end the row, and llguidance doesn't count them in a rollback: leave them out.
+        ends = {*self.ends, *self.stop_ids}
+        text = list(itertools.takewhile(lambda token: token not in ends, drafts))
+        return text[: self.inner.validate_tokens(text)] if text else []
 
     def restart(self) -> None:
         """Goes back to the beginning of the row's new text."""
-        self._matcher.reset()
+        self.inner.reset()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advances by new tokens of the row.
@@ -85,7 +83,7 @@ class Matcher:
         exceeded a limit of llguidance, which then allows only an end.
         """
         text = [token for token in tokens if token not in self.stop_ids]  # stop ids end the row
-        if self._matcher.is_error() or (text and not self._matcher.consume_tokens(text)):
+        if self.inner.is_error() or (text and not self.inner.consume_tokens(text)):
             raise ValueError(f"the constraint can't follow the tokens {text}: {self._error()}")
 
     def forced(self, least: int, most: int) -> list[int]:
@@ -93,8 +91,8 @@ class Matcher:
 
         None for fewer than `least`, and the first `most` of more.
         """
-        ends = {*self._ends, *self.stop_ids}
-        known = [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+        ends = {*self.ends, *self.stop_ids}
+        known = [] if self.inner.is_error() else self.inner.compute_ff_tokens()
         run = list(itertools.takewhile(lambda token: token not in ends, known))[:most]
         if len(run) < least:
             return []
@@ -104,36 +102,69 @@ class Matcher:
         count = next(iter(np.flatnonzero(numbers != 1).tolist()), len(run))
         return run[:count] if count >= least else []
 
-    def _fill(self) -> np.ndarray:
-        """The mask of tokens allowed next; the tokenizer's stop ids stand for an end."""
-        return _filled(self._matcher, self._size)
-
-    def _has_end(self, mask: np.ndarray) -> bool:
-        """Whether a mask allows one of the tokenizer's stop ids."""
-        words, bits = np.divmod(np.asarray(self._ends, np.uint32), np.uint32(WORD))
-        return bool((mask[words] >> bits & 1).any())
-
-    def _translated(self, mask: np.ndarray) -> np.ndarray:
-        """A mask with the tokenizer's stop ids replaced by the row's."""
-        if not self._has_end(mask):
-            return mask[: mask_words(self._columns)]
-        found = mask.copy()
-        for ids, is_allowed in ((self._ends, False), (sorted(self.stop_ids), True)):
+    def translate(self, mask: np.ndarray) -> None:
+        """Replaces the tokenizer's stop ids by the row's, in a mask that allows one."""
+        for ids, is_allowed in ((self.ends, False), (sorted(self.stop_ids), True)):
             words, bits = np.divmod(np.asarray(ids, np.uint32), np.uint32(WORD))
             own = np.uint32(1) << bits
             if is_allowed:
-                np.bitwise_or.at(found, words, own)
+                np.bitwise_or.at(mask, words, own)
             else:
-                np.bitwise_and.at(found, words, ~own)
-        return found[: mask_words(self._columns)]
+                np.bitwise_and.at(mask, words, ~own)
 
     def _require_no_error(self, kind: str) -> None:
-        if self._matcher.is_error():
+        if self.inner.is_error():
             raise ValueError(f"constraint: {kind} can't be enforced: {self._error()}")
 
     def _error(self) -> str:
         """The error message of llguidance, without the state and the grammar that follow it."""
-        return " ".join(str(self._matcher.get_error()).partition("<state>")[0].split())
+        return " ".join(str(self.inner.get_error()).partition("<state>")[0].split())
+
+
+def write_masks(jobs: Sequence[tuple[Matcher, Sequence[int], np.ndarray]]) -> None:
+    """Writes the masks of several rows, each in a thread of its own.
+
+    jobs: a row's matcher, its draft tokens, and where its masks go: uint32 [1 + drafts, words] as
+    `Matcher.masks` returns them, all bits set before. The matchers are of one model.
+    """
+    from llguidance import numpy as llnumpy
+
+    if not jobs:
+        return
+    first, texts = jobs[0][0], [matcher.allowed(drafts) for matcher, drafts, _ in jobs]
+    places = [0, *itertools.accumulate(1 + len(text) for text in texts)]
+    masks = np.full((places.pop(), mask_words(first.size)), -1, np.int32)
+    inner = [matcher.inner for matcher, *_ in jobs]
+    rows = [*zip(inner, places, texts, strict=True)]
+    alone = [(one, place) for one, place, text in rows if not text]
+    if len(alone) == 1:
+        llnumpy.fill_next_token_bitmask(alone[0][0], masks, alone[0][1])
+    elif alone:
+        llnumpy.fill_next_token_bitmask_par(_executor(), alone, masks)
+    if len(alone) < len(rows):
+        followed = [row for row in rows if row[-1]]
+        llnumpy.fill_next_token_bitmask_par_with_draft_tokens(_executor(), followed, masks)
+    found, ends = masks.view(np.uint32), _has_end(masks.view(np.uint32), first.ends)
+    for (matcher, _, target), place, text in zip(jobs, places, texts, strict=True):
+        for number in range(1 + len(text)):
+            if ends[place + number]:
+                matcher.translate(found[place + number])
+            target[number] = found[place + number, : target.shape[1]]
+
+
+def _has_end(masks: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """Whether each mask, uint32 [masks, words], allows one of the ids `ends`; bool [masks]."""
+    words, bits = np.divmod(np.asarray(ends, np.uint32), np.uint32(WORD))
+    found: np.ndarray = (masks[:, words] >> bits & 1).any(1)
+    return found
+
+
+@functools.cache
+def _executor() -> Any:
+    """The threads of llguidance, for 80 % of the cores."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 def _filled(matcher: Any, size: int) -> np.ndarray:

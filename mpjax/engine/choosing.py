@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.engine.controlled import with_masks
+from mpjax.engine.controlled import masks_alone, with_masks
 from mpjax.engine.histories import begin_rows, put_histories
 from mpjax.engine.programs import Drawn, Stepping, begin_loop, drawn_of
 from mpjax.generation.loop import Loop
@@ -30,7 +30,12 @@ Forwarded = tuple[jax.Array, Proposal | None, Any, Captured | None]
 
 
 def forward(
-    model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, *, most: int
+    model: Decoder,
+    proposer: Proposer | None,
+    state: State,
+    stepping: Stepping,
+    *,
+    most: int,
 ) -> tuple[State, Forwarded]:
     """Computes the logits after each row's newest token and after its proposed tokens.
 
@@ -38,7 +43,7 @@ def forward(
     vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, the inputs with
     which `choose` rolls recurrent states back, and the captures, as in Drawn.
     """
-    before, proposal = state, None
+    old, proposal = state, None
     state, loop = _begin(model, proposer, state, stepping, most)
     alive = loop.state.running
     if proposer is not None:
@@ -55,7 +60,7 @@ def forward(
     cache = dataclasses.replace(found.cache, layers=layers, lengths=rows.cache.lengths)
     rows = dataclasses.replace(rows, cache=cache)
     forwarded = found.logits, proposal, rest, found.cache.captured
-    return _end(proposer, before, state, stepping, rows), forwarded
+    return _end(proposer, old, state, stepping, rows), forwarded
 
 
 def choose(
@@ -70,14 +75,20 @@ def choose(
 ) -> tuple[State, Drawn]:
     """Samples the next tokens from the logits of `forward`.
 
+    Without a proposer it takes neither the model's arrays nor the layers of the cache.
+
     masks: uint32 [rows, positions, words], bit masks of the tokens that a constraint allows at each
     position; all bits set for rows without a constraint. See `Matcher.masks`.
+    state: without processors if all rows take the likeliest token that their mask allows.
     """
-    before, (logits, proposal, rest, _) = state, forwarded
-    state, loop = _begin(model, proposer, state, stepping, most)
-    rows = dataclasses.replace(loop.state, processors=with_masks(loop.state.processors, masks))
-    cache = dataclasses.replace(rows.cache, layers=join(rows.cache.layers, rest))
-    rows = dataclasses.replace(rows, cache=cache)
+    likeliest = not state.processors
+    old, (logits, proposal, rest, _) = state, forwarded
+    state, loop = _begin(model, proposer, state, stepping, most, likeliest=likeliest)
+    own = masks_alone(masks) if likeliest else with_masks(loop.state.processors, masks)
+    rows = dataclasses.replace(loop.state, processors=own)
+    if proposer is not None:
+        cache = dataclasses.replace(rows.cache, layers=join(rows.cache.layers, rest))
+        rows = dataclasses.replace(rows, cache=cache)
     loop = dataclasses.replace(loop, state=rows)
     if proposer is None:
         read = given(logits, rows.running)
@@ -88,7 +99,8 @@ def choose(
         end = _steps(model, proposer).verify(Proposed(loop, proposal, rows.running), logits)
         speculated = end.state.speculation.done
     drawn = dataclasses.replace(drawn_of(end), speculated=speculated)
-    return _end(proposer, before, state, stepping, end.state), drawn
+    last = dataclasses.replace(end.state, processors=()) if likeliest else end.state
+    return _end(proposer, old, state, stepping, last), drawn
 
 
 def _steps(model: Decoder, proposer: Proposer) -> Steps:
@@ -96,11 +108,20 @@ def _steps(model: Decoder, proposer: Proposer) -> Steps:
 
 
 def _begin(
-    model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, most: int
+    model: Decoder,
+    proposer: Proposer | None,
+    state: State,
+    stepping: Stepping,
+    most: int,
+    *,
+    likeliest: bool = False,
 ) -> tuple[State, Loop]:
     """The initial Loop of `programs.begin_loop`, with the rows' Speculation."""
     histories = state.speculation
     state, loop = begin_loop(model, state, stepping, most, greedy=False)
+    if likeliest:
+        rows = dataclasses.replace(loop.state, settings=loop.state.settings.without_draws)
+        loop = dataclasses.replace(loop, state=rows, top_logprobs=None)
     if proposer is None:
         return state, loop
     own = stepping.slots.clip(0, len(state.counts) - 1)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import numpy as np
 from mpjax.adapters.collection import Adapters
 from mpjax.constraints.matcher import mask_words
 from mpjax.engine import filling
+from mpjax.engine.calls import JITTED, Call, begin, flat, reused, shapes_of
 from mpjax.engine.choosing import Forwarded, choose, forward
-from mpjax.engine.controlled import Control, begin_control
+from mpjax.engine.controlled import PackedControl, begin_control
 from mpjax.engine.histories import begin_history
 from mpjax.engine.planner import Decode
 from mpjax.engine.programs import (
@@ -48,104 +49,14 @@ TUNING_COPIES = 1.5
 # The most programs of an engine, including those for scoring, clearing, copies and proposers, and
 # the most further ones for rows with logits processors. Neither counts the programs for rows with
 # adapters or captures.
-MOST_PROGRAMS, MOST_CONTROLLED = 18, 14
+MOST_PROGRAMS, MOST_CONTROLLED = 18, 16
 FEW_ROWS = 4  # a decoding step of 2 or 3 rows takes as long as one of 4
-
-
-class _Structure:
-    """The structure of a model's pytree, with a cached hash and a fast comparison with itself."""
-
-    def __init__(self, structure: Any) -> None:
-        self.structure, self._hash = structure, hash(structure)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Structure):
-            return NotImplemented
-        return self is other or (
-            self._hash == other._hash and bool(self.structure == other.structure)
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
-    """The static pytree structure of several models, and their arrays."""
-    leaves, structure = jax.tree.flatten(models)
-    return _Structure(structure), committed(leaves)
-
-
-def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """Jits a program as a function of (structure, arrays of the models, state, ...).
-
-    in_turn: whether programmatic dependent launch is disabled (`decode_program`).
-    """
-
-    def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        models = jax.tree.unflatten(structure.structure, leaves)
-        joined = (each.joined if isinstance(each, Adapted) else each for each in models)
-        return function(*joined, *rest, **how)
-
-    run.__name__ = run.__qualname__ = function.__name__
-    return jax.jit(
-        run,
-        static_argnums=0,
-        static_argnames=(
-            *("scored", "steps", "most", "greedy", "waits", "width", "vocabulary", "advances"),
-        ),
-        donate_argnums=2,
-        compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
-    )
-
-
-def _begin(proposer: Proposer, state: State, *row: Any) -> State:
-    """The state with a new row's tokens in the history of its slot; see `begin_history`."""
-    assert state.speculation is not None
-    histories = begin_history(proposer, state.speculation, *row)
-    return dataclasses.replace(state, speculation=histories)
-
-
-# Engines of equal sizes over models of equal structure share compiled programs.
-_JITTED = {
-    (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate, forward, choose, _begin, begin_control, clear, copy)
-    for in_turn in (False, True)
-}
 
 
 def _for_adapters(arguments: Any, adapted: bool) -> Any:
     """The arguments of a program on empty rows; adapted: with adapter indices, all 0 (none)."""
     none = np.zeros(len(arguments.slots), np.int32)
     return dataclasses.replace(arguments, adapters=none) if adapted else arguments
-
-
-def count() -> int:
-    """The number of programs compiled so far, in all engines of the process."""
-    return sum(function._cache_size() for function in _JITTED.values())
-
-
-class _Call(NamedTuple):
-    """A call of a jitted function.
-
-    name: the key in `Programs.used`. modules: the structure and arrays that `_flat` returns for the
-    models passed to `run`. arguments: positional arguments after the state.
-    """
-
-    name: tuple[Any, ...]
-    run: Any
-    modules: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-    how: dict[str, Any]
-
-
-def _shapes(call: _Call, state: State) -> Any:
-    """The shapes and dtypes of a call's results."""
-    structure, leaves = call.modules
-
-    def run(leaves: Any, state: State, *arguments: Any) -> Any:
-        return call.run(structure, leaves, state, *arguments, **call.how)
-
-    return jax.eval_shape(run, leaves, state, *call.arguments)
 
 
 class Programs:
@@ -191,25 +102,28 @@ class Programs:
         self.used: set[tuple[Any, ...]] = set()  # keys of the compiled programs
         self.tell: Callable[..., None] | None = None  # tells other processes of each launch
         # Passing flat arrays to a jitted function is faster than flattening a model's many modules.
-        self._model = _flat(model)
-        self._both, self._alone = _flat(model, proposer), _flat(proposer)
+        self._model = flat(model)
+        self._both, self._alone = flat(model, proposer), flat(proposer)
         self._base: Decoder | None = model
         self._adapters = adapters or Adapters()
-        # Key: the number of proposers (0 or 1). Value: the adapters' version, and `_flat` of the
+        # Key: the number of proposers (0 or 1). Value: the adapters' version, and `flat` of the
         # adapted model.
         self._adapted: dict[int, tuple[int, Any]] = {}
-        self._none, self._columns = _flat(), model.columns
+        self._none, self._columns = flat(), model.columns
         self.positions = 1 + limits.proposed  # sampled by a step
         self._mesh, self._groups = model.mesh, len(model.config.page_groups)
         self._in_turn: dict[int, bool] = {}  # by the number of rows
+        self._last: tuple[Any, Any] = jax.tree.flatten(None), None  # what `put` got and returned
+        self._results: dict[Any, Any] = {}  # of the last runs, by the name of the call
 
     def renew(self, model: Decoder | None) -> None:
         """Takes the arrays of a model of the same structure; None releases the old arrays."""
         for name, beside in (("_model", ()), ("_both", (self._proposer,))):
             old = getattr(self, name)[0]
-            new, leaves = (old, []) if model is None else _flat(model, *beside)
+            new, leaves = (old, []) if model is None else flat(model, *beside)
             setattr(self, name, (old if old == new else new, leaves))
         self._base = model
+        self._results.clear()
         self._adapted = {count: (-1, (flat[0], [])) for count, (_, flat) in self._adapted.items()}
 
     def _is_in_turn(self, rows: int) -> bool:
@@ -224,7 +138,9 @@ class Programs:
         """Whether `decode` blocks until it has nearly ended: its while loops need the host."""
         return self._proposer is not None and device.on_gpu()
 
-    def compile(self, state: State, *, greedy_only: bool, control: Control | None = None) -> State:
+    def compile(
+        self, state: State, *, greedy_only: bool, control: PackedControl | None = None
+    ) -> State:
         """Compiles all programs, several at a time, and runs each twice on empty rows.
 
         The state is donated; the returned one has the same rows and pages. control: a placeholder,
@@ -237,14 +153,16 @@ class Programs:
         calls += self._calls_of_slots(state) if control is None else []
         if control is not None:
             calls = [call for call in calls if not call.how.get("greedy")]
-            nothing, tokens = np.int32(0), self._row_tokens(state)
-            slot = np.int32(len(state.counts))
+            tokens, outside = self._row_tokens(state), len(state.counts)
             calls += [
-                self._begin_control_call(slot, control, tokens, (nothing, np.int32(count)))
+                self._begin_control_call(filling.numbers(outside, 0, count, tokens), control)
                 for count in (0, 1)
             ]
         lowered = [
-            call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
+            call.run.lower(
+                *call.modules, call.own(state), *call.arguments, **self._how(call, state)
+            )
+            for call in calls
         ]
         with concurrent.futures.ThreadPoolExecutor(self._compilers()) as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
@@ -266,7 +184,7 @@ class Programs:
         largest = max(leaf.nbytes for leaf in self._model[1]) / devices
         return max(1, int(free / (TUNING_COPIES * largest)))
 
-    def _calls(self, state: State, *, greedy_only: bool, adapted: bool = False) -> Iterator[_Call]:
+    def _calls(self, state: State, *, greedy_only: bool, adapted: bool = False) -> Iterator[Call]:
         """Calls of all the model's programs with empty rows, for the narrowest block tables only.
 
         adapted: whether they are the programs for rows with adapters.
@@ -292,17 +210,22 @@ class Programs:
                 stepping = _for_adapters(stepping, adapted)
                 yield self._decode_call(stepping, plan)
                 if state.processors and plan.steps == 1 and not greedy:
-                    yield (first := self._forward_call(stepping, plan))
-                    forwarded = _shapes(first, state)[1]
-                    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), forwarded)
-                    arrays = committed(arrays, self._mesh)
-                    yield self._choose_call(stepping, plan, arrays, self.no_masks(rows))
+                    yield from self._pair_calls(state, stepping, plan)
         if not greedy_only:
             for pieces in self.piece_sizes:
                 reading = _for_adapters(read(tokens=self.scored_size, rows=pieces), adapted)
                 yield self._extend_call(reading, greedy=False, scored=True)
 
-    def _calls_of_slots(self, state: State) -> Iterator[_Call]:
+    def _pair_calls(self, state: State, stepping: Stepping, plan: Decode) -> Iterator[Call]:
+        """Calls of the programs of a constrained step."""
+        yield (first := self._forward_call(stepping, plan))
+        masks = self.no_masks(len(stepping.slots))
+        found = self._zeros(shapes_of(first, state)[1]), masks
+        yield self._choose_call(stepping, plan, *found)
+        if self._proposer is None:
+            yield self._choose_call(stepping, plan, *found, likeliest=True)
+
+    def _calls_of_slots(self, state: State) -> Iterator[Call]:
         """Calls of all programs that change one slot, with a slot out of range."""
         slots, entries = places(state)
         nowhere = filling.padded([[]] * self._groups, entries)
@@ -317,12 +240,51 @@ class Programs:
         """Zeros int32 [the most tokens of a row]."""
         return np.zeros(places(state)[1] * state.cache.page_size, np.int32)
 
-    def _run(self, call: _Call, state: State) -> Any:
+    def _run(self, call: Call, state: State) -> Any:
         self.used.add((*call.name, bool(state.processors)))
-        return call.run(*call.modules, state, *call.arguments, **call.how)
+        how = self._how(call, state)
+        found = call.run(*call.modules, call.own(state), *call.arguments, **how)
+        if isinstance(found, State):
+            return call.whole(found, state)
+        if call.reuses:
+            self._results[call.name] = reused(found[1])
+        return call.whole(found[0], state), *found[1:]
+
+    def _how(self, call: Call, state: State) -> dict[str, Any]:
+        """The keyword arguments of a call, with the results of its last run if it reuses them.
+
+        Results at the same addresses spare the update of CUDA graphs, which takes a millisecond.
+        """
+        if not call.reuses:
+            return call.how
+        if call.name not in self._results:
+            shape = len(call.arguments[0].slots), self._columns
+            logits = jax.ShapeDtypeStruct(shape, jnp.float32)
+            is_first = call.name[0] is forward
+            shapes = logits if is_first else reused(shapes_of(call, state)[1])
+            self._results[call.name] = self._zeros(shapes)
+        return call.how | {"before": self._results[call.name]}
+
+    def _zeros(self, shapes: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return committed(zeros, self._mesh)
+
+    def put(self, stepping: Stepping) -> Stepping:
+        """Puts the arguments of a decoding program on the device, unless they were the last ones.
+
+        Then the program's arguments are at the same addresses, so that its CUDA graph stays.
+        """
+        (before, known), there = self._last
+        leaves, structure = jax.tree.flatten(stepping)
+        if known != structure or not all(
+            old is new or np.array_equal(old, new) for old, new in zip(before, leaves, strict=True)
+        ):
+            there = jax.device_put(stepping)
+            self._last = (leaves, structure), there
+        return there
 
     def _with_adapters(self, adapters: Any, *proposer: Proposer | None) -> Any:
-        """`_flat` of the models of a program. adapters: indices of the rows' adapters, or None.
+        """`flat` of the models of a program. adapters: indices of the rows' adapters, or None.
 
         proposer: only for a program that speculates.
         """
@@ -331,23 +293,23 @@ class Programs:
         version, before = self._adapted.get(len(proposer), (-1, None))
         if version != self._adapters.version:
             version = self._adapters.version
-            found = _flat(Adapted(self._base, self._adapters.stacks), *proposer)
+            found = flat(Adapted(self._base, self._adapters.stacks), *proposer)
             if before is not None and before[0] == found[0]:
                 found = before[0], found[1]  # the same object is compared fast
             self._adapted[len(proposer)] = version, found
         return self._adapted[len(proposer)][1]
 
-    def _extend_call(self, reading: Reading, *, greedy: bool, scored: bool) -> _Call:
+    def _extend_call(self, reading: Reading, *, greedy: bool, scored: bool) -> Call:
         tokens, how = len(reading.tokens), {"greedy": greedy, "scored": scored}
-        run = _JITTED[extend, self._is_in_turn(tokens)]
+        run = JITTED[extend, self._is_in_turn(tokens)]
         columns = [table.shape[1] for table in reading.tables]
         modules = self._with_adapters(reading.adapters)
         with_adapters = None if reading.adapters is None else modules[0]
         kind = None if reading.watching is None else reading.watching.kind
         name = (extend, tokens, *how.values(), len(reading.slots), *columns, with_adapters, kind)
-        return _Call(name, run, modules, (reading,), how | {"width": self._limits.width})
+        return Call(name, run, modules, (reading,), how | {"width": self._limits.width})
 
-    def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
+    def _decode_call(self, stepping: Stepping, plan: Decode) -> Call:
         rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
         proposer = () if self._proposer is None else (self._proposer,)
         modules = self._with_adapters(stepping.adapters, *proposer)
@@ -355,40 +317,51 @@ class Programs:
         kind = None if stepping.watching is None else stepping.watching.kind
         name = rows, *how.values(), stepping.columns, with_adapters, kind
         if self._proposer is None:
-            run = _JITTED[decode, self._is_in_turn(rows)]
-            return _Call((decode, *name), run, modules, (stepping,), how | {"waits": self._waits})
+            run = JITTED[decode, self._is_in_turn(rows)]
+            return Call((decode, *name), run, modules, (stepping,), how | {"waits": self._waits})
         in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
-        run = _JITTED[speculate, in_turn]
-        return _Call((speculate, *name), run, modules, (stepping,), how | {"most": plan.most})
+        run = JITTED[speculate, in_turn]
+        return Call((speculate, *name), run, modules, (stepping,), how | {"most": plan.most})
 
-    def _forward_call(self, stepping: Stepping, plan: Decode) -> _Call:
+    def _forward_call(self, stepping: Stepping, plan: Decode) -> Call:
         return self._pair_call(forward, (stepping,), plan)
 
-    def _choose_call(self, stepping: Stepping, plan: Decode, *found: Any) -> _Call:
-        return self._pair_call(choose, (stepping, *found), plan)
+    def _choose_call(
+        self, stepping: Stepping, plan: Decode, *found: Any, likeliest: bool = False
+    ) -> Call:
+        call = self._pair_call(choose, (stepping, *found), plan)
+        if not likeliest:
+            return call
+        return call._replace(name=(*call.name, likeliest), needs=frozenset())
 
-    def _pair_call(self, function: Any, arguments: tuple[Any, ...], plan: Decode) -> _Call:
+    def _pair_call(self, function: Any, arguments: tuple[Any, ...], plan: Decode) -> Call:
         rows, columns = len(arguments[0].slots), arguments[0].columns
         modules = self._with_adapters(arguments[0].adapters, self._proposer)
-        run = _JITTED[function, self._is_in_turn(rows * self.positions)]
+        run = JITTED[function, self._is_in_turn(rows * self.positions)]
         watching = arguments[0].watching
         name = function, rows, columns, modules[0], None if watching is None else watching.kind
-        return _Call(name, run, modules, arguments, {"most": plan.most})
+        call = Call(name, run, modules, arguments, {"most": plan.most})
+        if self._proposer is not None:
+            return call
+        call = call._replace(reuses=self._mesh is None)
+        if function is forward:
+            return call._replace(needs=frozenset({"layers"}))
+        return call._replace(modules=(modules[0], []), needs=frozenset({"processors"}))
 
-    def _begin_history_call(self, *row: Any) -> _Call:
-        return _Call((begin_history,), _JITTED[_begin, False], self._alone, row, {})
+    def _begin_history_call(self, *row: Any) -> Call:
+        return Call((begin_history,), JITTED[begin, False], self._alone, row, {})
 
-    def _begin_control_call(self, *row: Any) -> _Call:
-        begin, count = row[-1]
-        how = {"vocabulary": self._columns, "advances": bool(begin < count)}
-        name = begin_control, row[1] is None, how["advances"]
-        return _Call(name, _JITTED[begin_control, False], self._none, row, how)
+    def _begin_control_call(self, numbers: np.ndarray, control: PackedControl | None) -> Call:
+        how = {"vocabulary": self._columns, "advances": bool(numbers[1] < numbers[2])}
+        name = begin_control, control is None, how["advances"]
+        run, needs = JITTED[begin_control, False], frozenset({"processors"})
+        return Call(name, run, self._none, (numbers, control), how, needs)
 
-    def _clear_call(self, pages: Any, slot: Any) -> _Call:
-        return _Call((clear,), _JITTED[clear, False], self._model, (pages, slot), {})
+    def _clear_call(self, pages: Any, slot: Any) -> Call:
+        return Call((clear,), JITTED[clear, False], self._model, (pages, slot), {})
 
-    def _copy_call(self, source: Any, target: Any) -> _Call:
-        return _Call((copy,), _JITTED[copy, False], self._model, (source, target), {})
+    def _copy_call(self, source: Any, target: Any) -> Call:
+        return Call((copy,), JITTED[copy, False], self._model, (source, target), {})
 
     def _launch(self, name: str, state: State, *arguments: Any, **how: Any) -> Any:
         if self.tell is not None:
@@ -404,10 +377,12 @@ class Programs:
         scored: bool,
     ) -> tuple[State, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
+        self._results.clear()  # it needs memory, too
         return self._launch("extend", state, reading, greedy=greedy, scored=scored)
 
     def decode(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Drawn]:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
+        self._results.clear()
         return self._launch("decode", state, stepping, plan)
 
     def forward(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Forwarded]:
@@ -415,10 +390,17 @@ class Programs:
         return self._launch("forward", state, stepping, plan)
 
     def choose(
-        self, state: State, stepping: Stepping, plan: Decode, forwarded: Forwarded, masks: Any
+        self,
+        state: State,
+        stepping: Stepping,
+        plan: Decode,
+        forwarded: Forwarded,
+        masks: Any,
+        *,
+        likeliest: bool,
     ) -> tuple[State, Drawn]:
         """Runs `choose` after `forward`; the state is donated."""
-        return self._launch("choose", state, stepping, plan, forwarded, masks)
+        return self._launch("choose", state, stepping, plan, forwarded, masks, likeliest=likeliest)
 
     def no_masks(self, rows: int, positions: int | None = None) -> np.ndarray:
         """Masks uint32 [rows, positions, words] that allow every token."""

@@ -26,6 +26,8 @@ from mpjax.sampling.processors import Attached, Attachment, Processor, attach
 from mpjax.sampling.rules import TokenRule
 from mpjax.sampling.settings import Sampling
 
+SMALL_BYTES = 1 << 14  # of an array that a call of a program copies itself
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["processors", "active"], meta_fields=[]
@@ -39,6 +41,12 @@ class Control:
 
     processors: tuple[Any, ...]
     active: tuple[Any, ...]
+
+    @property
+    def is_masked_alone(self) -> bool:
+        """Whether the request has no other processor than the masks by the host."""
+        pairs = zip(self.processors, self.active, strict=True)
+        return all(isinstance(one, Masked) for one, active in pairs if active)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["positions"])
@@ -82,6 +90,13 @@ def with_masks(attached: Attachment, masks: jax.Array | None) -> Attachment:
         return dataclasses.replace(one, memory=(new, jnp.zeros_like(place)))
 
     return tuple(map(masked, attached))
+
+
+def masks_alone(masks: jax.Array) -> Attachment:
+    """The processors of rows that have masks alone, uint32 [rows, 1, words]."""
+    rows, positions, _ = masks.shape
+    memory = masks, jnp.zeros(rows, jnp.int32)
+    return (Attached(Masked(positions), memory, jnp.ones(rows, bool)),)
 
 
 def constraint_places(lm: LanguageModel, sizes: Sizes) -> tuple[Processor, ...]:
@@ -138,23 +153,64 @@ def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
     return _control(lm, Sampling(), processors, [False] * len(processors))
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["small", "large"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PackedControl:
+    """The leaves of a Control as few arrays, since each copy to the device takes long.
+
+    small: uint8 [bytes], those of up to SMALL_BYTES, end to end. large: the others, on the device.
+    """
+
+    small: Any
+    large: tuple[Any, ...]
+
+    def read(self, shapes: Any) -> Any:
+        """The leaves, in the structure of `shapes`, a tree of shapes and dtypes."""
+        large, at = iter(self.large), 0
+
+        def take(one: Any) -> Any:
+            nonlocal at
+            size = one.dtype.itemsize * one.size
+            if size > SMALL_BYTES:
+                return next(large)
+            part, at = self.small[at : at + size], at + size
+            if one.dtype == bool:
+                return part.reshape(one.shape) != 0
+            wide = part.reshape(*one.shape, one.dtype.itemsize)
+            return jax.lax.bitcast_convert_type(wide if wide.shape[-1] > 1 else part, one.dtype)
+
+        return jax.tree.map(take, shapes)
+
+
 class OnDevice:
-    """Puts the arrays of a Control on the device, without another copy of neutral ones."""
+    """Packs Controls, without another copy of large neutral arrays on the device."""
 
     def __init__(self, lm: LanguageModel, processors: Sequence[Processor]) -> None:
         self._host = no_control(lm, processors)
-        self._none: Control = jax.device_put(self._host)
+        large = [leaf for leaf in jax.tree.leaves(self._host) if leaf.nbytes > SMALL_BYTES]
+        self._none = [(leaf, jax.device_put(leaf)) for leaf in large]
+        self._newest = list(self._none)
 
-    def __call__(self, control: Control | None) -> Control:
-        """The Control with its arrays on the device; of a request without processors for None."""
-        if control is None:
-            return self._none
+    def __call__(self, control: Control | None) -> PackedControl:
+        """The packed Control; of a request without processors for None."""
+        small: list[np.ndarray] = []
+        large: list[jax.Array] = []
+        for leaf in jax.tree.leaves(self._host if control is None else control):
+            if leaf.nbytes > SMALL_BYTES:
+                large.append(self._put(len(large), leaf))
+            else:
+                small.append(np.asarray(leaf).reshape(-1).view(np.uint8))
+        return PackedControl(np.concatenate(small), tuple(large))
 
-        def put(own: Any, none: Any, there: jax.Array) -> jax.Array:
-            return there if own is none or np.array_equal(own, none) else jax.device_put(own)
-
-        found: Control = jax.tree.map(put, control, self._host, self._none)
-        return found
+    def _put(self, place: int, leaf: Any) -> jax.Array:
+        """A large leaf on the device: the neutral one, the newest one, or another copy."""
+        for known, there in (self._none[place], self._newest[place]):
+            if leaf is known:
+                return there
+        if np.array_equal(leaf, self._none[place][0]):
+            return self._none[place][1]
+        self._newest[place] = leaf, jax.device_put(leaf)
+        return self._newest[place][1]
 
 
 def read_control(
@@ -202,23 +258,21 @@ def _kind(processor: Processor) -> Any:
 
 def begin_control(
     state: State,
-    slot: jax.Array,
-    control: Control | None,
-    tokens: jax.Array,
-    ends: tuple[jax.Array, jax.Array],
+    numbers: jax.Array,
+    control: PackedControl | None,
     *,
     vocabulary: int,
     advances: bool,
 ) -> State:
     """The state with a new row's processors in its slot, advanced over the row's tokens.
 
-    slot: int32 scalar; an index out of range changes nothing. control: None for the processors in
-    the slot, which are advanced alone. tokens: int32 [tokens], the row's prompt and its new tokens,
-    padded. ends: int32 scalars, the number of tokens that the processors have seen (of a new row,
-    the prompt's), and of all tokens. vocabulary: the number of logits (static). advances: whether
-    there are unseen tokens (static); a loop over none would wait for the device.
+    numbers: int32 [3 + tokens]: the slot, where an index out of range changes nothing, the number
+    of the tokens that were read, of a new row the prompt's, the number of all tokens, and the row's
+    prompt and new tokens, padded. control: None for the processors in the slot, which are advanced
+    alone. vocabulary: the number of logits (static). advances: whether there are tokens behind
+    those that were read (static); a loop over none would wait for the device.
     """
-    begin, count = ends
+    (slot, begin, count), tokens = numbers[:3], numbers[3:]
 
     def advanced(one: Any) -> Any:
         if not advances:
@@ -236,7 +290,8 @@ def begin_control(
 
     own = tuple(jax.tree.map(lambda leaf: leaf[slot], one) for one in state.processors)
     if control is not None:
-        own = tuple(map(begun, own, control.processors, control.active))
+        known = tuple(one.processor for one in own), tuple(one.active for one in own)
+        own = tuple(map(begun, own, *control.read(known)))
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slot].set(new, mode="drop")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpjax.constraints.matcher import write_masks
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Piece
 from mpjax.engine.programs import Reading, Stepping
@@ -106,11 +107,14 @@ def fill_masks(
     drafts: the proposed tokens of each row. Returns `masks`. Behind forced tokens, which matchers
     have not followed yet, are the masks of the last place.
     """
+    jobs = []
     for index, row in enumerate(rows):
         if row is not None and (matcher := row.owner.settings.masker) is not None:
-            forced = row.forced_tokens
-            own = matcher.masks(forced or ([] if drafts is None else drafts[index]))[len(forced) :]
-            masks[index, : len(own)] = own
+            if forced := row.forced_tokens:
+                masks[index, 0] = matcher.masks(forced)[-1]
+            else:
+                jobs.append((matcher, [] if drafts is None else drafts[index], masks[index]))
+    write_masks(jobs)
     return masks
 
 
@@ -127,6 +131,11 @@ def history(row: Row, tokens: int) -> np.ndarray:
     found = np.zeros(tokens, np.int32)
     found[: len(row.tokens)] = row.tokens
     return found
+
+
+def numbers(slot: int, read: int, count: int, tokens: np.ndarray) -> np.ndarray:
+    """The argument of `begin_control` of that name."""
+    return np.concatenate([np.array([slot, read, count], np.int32), tokens])
 
 
 def stepping(

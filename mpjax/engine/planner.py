@@ -194,13 +194,23 @@ class Planner:
         self._has_left, self._waited = False, 0.0
         return self._plan_decode()
 
-    def learn(self, row: Row, tokens: Sequence[int]) -> None:
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next plan can only decode: no row waits, and pages are left for all."""
+        most = self.sizes.most_drawn(self.sizes.steps)
+        needed = len(self.running) * self.sizes.pages_for(most + self.sizes.page_size)
+        has_pages = all(pool.available >= needed for pool in self.groups.pools)
+        return has_pages and not self.waiting and not any(row.is_reading for row in self.running)
+
+    def learn(self, row: Row, tokens: Sequence[int], programs: int = 1) -> None:
         """Adds a row's new tokens, which the host has read and whose logits are finite.
+
+        programs: the number of programs that have drawn them.
 
         Publishes pages whose content is final and finite in the prefix cache, and releases pages
         before the window.
         """
-        row.learn(tokens)
+        row.learn(tokens, programs)
         if row.slot is not None:
             self._settle_pages(row)
             if row.has_to_reread:
@@ -473,7 +483,9 @@ class Planner:
             # A block is encoded when the first token after it is added.
             known = max(known - 1, 0) // block * block
         count = known // self.sizes.page_size if row.version == self.version else row.published
-        self.groups.publish(row.pages, row.published, row.page_keys(count, self.sizes.page_size))
-        row.published = max(row.published, count)
+        if count != row.published:
+            keys = row.page_keys(count, self.sizes.page_size)
+            self.groups.publish(row.pages, row.published, keys)
+            row.published = max(row.published, count)
         # Later programs have no query before this position.
         self.groups.free_before_window(row.pages, min(row.certain, row.length))

@@ -60,9 +60,9 @@ class Launch:
             stepping, plan, _, masks = arguments
             arguments = stepping, plan, masks
         if name == "begin_control":
-            slot, control, *others = arguments
+            numbers, control = arguments
             leaves = None if control is None else tuple(jax.tree.leaves(control))
-            arguments = slot, leaves, *others
+            arguments = numbers, leaves
         return cls(name, controlled, arguments, tuple(how.items()))
 
 

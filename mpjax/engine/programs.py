@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.engine.controlled import with_masks
 from mpjax.engine.histories import extend_histories
@@ -122,8 +123,8 @@ class Stepping:
 class Drawn:
     """The tokens that a program has drawn.
 
-    tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], drawn tokens.
-    running: bool [rows], whether the row has not ended.
+    packed: int32 [rows, 2 · steps + 2], which `arrays` takes apart: one copy to the host takes less
+        time than four.
     top_logprobs: the likeliest ids at each position, and their log-probabilities, int32 and float32
         [rows, steps, number]; None in programs for greedy rows.
     speculated: how many tokens were proposed and accepted; None without speculation.
@@ -131,18 +132,29 @@ class Drawn:
         tokens, ...]; None without captures.
     """
 
-    tokens: Any
-    logprobs: Any
-    counts: Any
-    running: Any
+    packed: Any
     top_logprobs: Any = None
     speculated: Speculated | None = None
     captured: Captured | None = None
 
+    @classmethod
+    def of(cls, tokens: Any, logprobs: Any, counts: Any, running: Any, **rest: Any) -> Self:
+        """The Drawn of tokens and logprobs [rows, steps], and of counts and running [rows]."""
+        bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+        numbers = (each[:, None].astype(jnp.int32) for each in (counts, running))
+        return cls(jnp.concatenate([tokens, bits, *numbers], axis=1), **rest)
+
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """tokens, logprobs, counts and running."""
-        return self.tokens, self.logprobs, self.counts, self.running
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Tokens, logprobs, counts and running, on the host; waits for the program.
+
+        int32 and float32 [rows, steps], int32 [rows] drawn tokens, and bool [rows], whether the row
+        has not ended.
+        """
+        packed = np.asarray(self.packed)
+        steps = packed.shape[1] // 2 - 1
+        tokens, bits = packed[:, :steps], packed[:, steps : 2 * steps]
+        return tokens, bits.view(np.float32), packed[:, -2], packed[:, -1].astype(bool)
 
 
 @_arrays
@@ -213,8 +225,8 @@ def extend(
         speculation=extend_histories(state.speculation, drawing, after.cache.lengths, after.newest),
     )
     draw = found.draw
-    drawn = Drawn(draw.tokens, draw.logprobs, found.counts, after.running, draw.top_logprobs)
-    drawn = dataclasses.replace(drawn, captured=after.cache.captured)
+    rest = {"top_logprobs": draw.top_logprobs, "captured": after.cache.captured}
+    drawn = Drawn.of(draw.tokens, draw.logprobs, found.counts, after.running, **rest)
     return state, drawn, found.scores
 
 
@@ -317,8 +329,8 @@ def begin_loop(
 
 def drawn_of(end: Loop) -> Drawn:
     """The tokens that a finished loop has drawn."""
-    found = end.tokens, end.logprobs, end.drawn, end.state.running, end.top_logprobs
-    return Drawn(*found, captured=end.state.cache.captured)
+    rest = {"top_logprobs": end.top_logprobs, "captured": end.state.cache.captured}
+    return Drawn.of(end.tokens, end.logprobs, end.drawn, end.state.running, **rest)
 
 
 def clear(model: Decoder, state: State, pages: tuple[jax.Array, ...], slot: jax.Array) -> State:

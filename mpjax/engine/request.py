@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,12 @@ class Settings:
     def masker(self) -> Matcher | None:
         """The matcher whose masks steps need; None if there is none, or a table is followed."""
         return self.matcher if isinstance(self.matcher, Matcher) else None
+
+    @functools.cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is the likeliest of those that a mask of the host allows."""
+        is_greedy = self.row.temperature[0] == 0 and not self.top_logprobs
+        return is_greedy and (self.control is None or self.control.is_masked_alone)
 
     @property
     def greedy_from(self) -> int | None:

@@ -170,12 +170,12 @@ class Row:
             self.keys.append(page_key(before, self.tokens[at : at + page_size]))
         return self.keys[:pages]
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Adds the new tokens of the earliest program in flight."""
+    def learn(self, tokens: Sequence[int], programs: int = 1) -> None:
+        """Adds the new tokens of the earliest program in flight, or of several."""
         self.tokens.extend(tokens)
         self.certain = max(self.certain, len(self.tokens) - 1)
         if self.flights:
-            self.flights.pop(0)
+            del self.flights[:programs]
             self._count()
 
     def growth(self, most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +17,25 @@ from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.controlled import (
-    Control,
     OnDevice,
+    PackedControl,
     constraint_places,
     create_control,
     rule_places,
 )
 from mpjax.engine.forcing import look_ahead, take_forced
-from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
-from mpjax.engine.pending import Pending, keep_captured, run_of, steps_of
+from mpjax.engine.handle import Event, Handle, New
+from mpjax.engine.pending import (
+    Pending,
+    Received,
+    Untold,
+    drafts_of,
+    keep_captured,
+    keep_scores,
+    run_of,
+    steps_of,
+    top_of,
+)
 from mpjax.engine.planner import Decode, Extend, Planner
 from mpjax.engine.processes import Launch
 from mpjax.engine.program_run import Drawer, ProgramRun
@@ -81,6 +92,7 @@ class Runner:
         self._layout = filling.Layout.of(self._state)
         self._pending: Pending | None = None
         self._forwarded: Any = None  # of another process's last program, if it was `forward`
+        self._untold = Untold()
 
     @property
     def has_work(self) -> bool:
@@ -142,9 +154,10 @@ class Runner:
     def drain(self) -> list[Event]:
         """Waits for the program in flight, and reports its tokens to the requests."""
         pending, self._pending = self._pending, None
-        events = [] if pending is None else self._read(pending)
+        if pending is not None:
+            self._untold.add(self._receive(pending))
         self.clock.rest()
-        return events
+        return self._tell_all()
 
     @property
     def is_asleep(self) -> bool:
@@ -173,13 +186,18 @@ class Runner:
         """Launches the next program, then reads the tokens of the previous one."""
         self.steps += 1
         self.take_weights()
+        # With their tokens told, rows can be preempted and others admitted.
+        events = [] if self.planner.is_settled else self._tell_all()
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
             pending = self._start(plan)
         self._pending = pending
-        events = [] if before is None else self._read(before)
+        if before is not None:
+            self._untold.add(self._receive(before))
         if pending is not None and pending.forwarded is not None:
             self._choose(pending, *pending.forwarded)
+        if not self._untold.may_wait(pending, self.planner.sizes.steps):
+            events += self._tell_all()  # while the device works
         if not self.has_work:
             self.clock.rest()
         return events
@@ -206,7 +224,7 @@ class Runner:
     def _begin(self) -> float:
         """The launch time of a program; counts the step as late if the device was idle."""
         before = self._pending
-        is_late = before is not None and before.results.tokens.is_ready()
+        is_late = before is not None and before.results.packed.is_ready()
         if before is not None and is_late:
             self.late_steps += 1
             before.is_measured = False
@@ -218,8 +236,8 @@ class Runner:
         After that launch, the program's end could no longer be measured. Waiting delays the launch,
         which costs little, since the launched loop waits for the host anyway.
         """
-        if not pending.results.tokens.is_ready():
-            pending.results.tokens.block_until_ready()
+        if not pending.results.packed.is_ready():
+            pending.results.packed.block_until_ready()
             self._measure(pending)
             pending.is_measured = False
 
@@ -235,7 +253,7 @@ class Runner:
     def free(self) -> None:
         """Frees the cache; no step may follow. A second call has no effect."""
         self.__dict__.pop("_state", None)
-        self._pending, self._attached = None, ()
+        self._pending, self._attached, self._untold = None, (), Untold()
 
     def _with_control(self) -> State:
         """The state with the processors of all slots."""
@@ -311,7 +329,7 @@ class Runner:
         begin = self._begin()
         drawn, forwarded = None, None
         if any(row.is_constrained for row in plan.rows):
-            stepping = jax.device_put(stepping)  # for both programs
+            stepping = self.programs.put(stepping)  # for both programs
             state, found = self.programs.forward(self._with_control(), stepping, plan)
             forwarded = stepping, found
         else:
@@ -326,20 +344,19 @@ class Runner:
 
         Masks are computed while `forward` runs; with speculation, after waiting for its proposals.
         """
-        plan, drafts = pending.plan, None
+        plan, proposal, state = pending.plan, forwarded[1], self._with_control()
         assert isinstance(plan, Decode)
-        if (proposal := forwarded[1]) is not None:
-            tokens, counts = np.asarray(proposal.tokens), np.asarray(proposal.counts)
-            drafts = [own[:count].tolist() for own, count in zip(tokens, counts, strict=True)]
         masks = self.programs.no_masks(pending.size)
-        masks = filling.fill_masks(masks, plan.rows, drafts)
-        state = self._with_control()
+        masks = filling.fill_masks(masks, plan.rows, drafts_of(proposal))
         # Only `forward` captures activations, so `choose` is the same program for all rows.
         stepping, (*rest, captured) = dataclasses.replace(stepping, watching=None), forwarded
-        state, drawn = self.programs.choose(state, stepping, plan, (*rest, None), masks)
+        likeliest = all(row.owner.settings.takes_likeliest for row in plan.rows)
+        state, drawn = self.programs.choose(
+            state, stepping, plan, (*rest, None), masks, likeliest=likeliest and proposal is None
+        )
         pending.drawn = dataclasses.replace(drawn, captured=captured)
-        # So that the logits are freed before the next step's are computed.
-        pending.forwarded = None
+        pending.is_masked = proposal is None and captured is None
+        pending.forwarded = None  # the next step's logits take the place of these
         pending.fetch()
         self._keep(state)
 
@@ -358,25 +375,24 @@ class Runner:
                 self._controlled -= {row.slot}
                 self._controlled |= {row.slot} if row.is_controlled else set()
 
-    def _begin_control(self, row: Row, control: Control | None, read: int) -> None:
+    def _begin_control(self, row: Row, control: PackedControl | None, read: int) -> None:
         """Advances `control`, or without it the processors in the row's slot, by the row's tokens.
 
         read: the number of tokens that the processors have seen; of a new row, the prompt's.
         """
         assert row.slot is not None
         tokens = filling.history(row, places(self._state)[1] * self._state.cache.page_size)
-        ends, begun = (np.int32(read), np.int32(len(row.tokens))), self._with_control()
-        slot = np.int32(row.slot)
-        self._keep(self.programs.begin_control(begun, slot, control, tokens, ends))
+        numbers = filling.numbers(row.slot, read, len(row.tokens), tokens)
+        self._keep(self.programs.begin_control(self._with_control(), numbers, control))
 
-    def _read(self, pending: Pending) -> list[Event]:
-        """Waits for a program's results, and reports the new tokens to the requests."""
-        tokens, logprobs, counts, running = map(np.asarray, pending.results.arrays)
+    def _receive(self, pending: Pending) -> list[Received]:
+        """Waits for a program's results, and lets the matchers of constraints follow them."""
+        tokens, logprobs, counts, running = (each.tolist() for each in pending.results.arrays)
         self._measure(pending)
         if pending.scores is not None:
-            self._keep_scores(pending)
+            keep_scores(pending)
         keep_captured(pending)
-        events = []
+        found = []
         asked = any(drawer.row.owner.settings.top_logprobs for drawer in pending.drawers)
         # Copy whole arrays: a slice on the device would wait for the program launched just now.
         top_logprobs = [np.asarray(x) for x in pending.results.top_logprobs] if asked else []
@@ -386,28 +402,25 @@ class Runner:
             if not drawer.is_current:
                 continue  # cancelled, or preempted and waiting
             if (piece := drawer.piece) is not None:
-                if np.isnan(logprobs[index, 0]):
-                    # End it now: pages before windows are released only after finite pieces.
-                    events.append(self._end_not_finite(row.owner))
+                if math.isnan(logprobs[index][0]):
+                    # It ends now: pages before windows are released only after finite pieces.
+                    found.append(Received(drawer, New([], [math.nan])))
                     continue
                 self.planner.learn_piece(piece)
                 if not piece.is_last:
                     continue
             count = counts[index]
-            own = tokens[index, :count].tolist(), logprobs[index, :count].tolist()
-            new = New(*own, weights=pending.weights)
-            if number := row.owner.settings.top_logprobs:
-                pairs = zip(
-                    *(x[index, :count, :number].tolist() for x in top_logprobs), strict=True
-                )
-                new.top_logprobs.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            number = row.owner.settings.top_logprobs
+            top = top_of(top_logprobs, index, count, number) if number else []
+            new = New(tokens[index][:count], logprobs[index][:count], top, pending.weights)
             if piece is not None and piece.forced:
                 new = take_forced(row.owner, piece) + new
             if done:
                 numbers = [int(x[index]) for x in done]
                 self._count(row.owner.handle, [*numbers, len(new.tokens)])
-            events.append(self._tell(row, new, is_ended=not running[index]))
-        return events
+            found.append(Received(drawer, new, is_ended=not running[index]))
+            found[-1].follow()
+        return found
 
     def _measure(self, pending: Pending) -> None:
         """Reports the seconds of a program that has just ended to the pace and the observer."""
@@ -424,21 +437,22 @@ class Runner:
         elif not plan.scored:
             pace.learn_reading(pending.size, plan.work, seconds)
 
-    def _tell(self, row: Row, new: New, *, is_ended: bool) -> Event:
+    def _tell_all(self) -> list[Event]:
+        return [self._tell(one) for one in self._untold.take()]
+
+    def _tell(self, received: Received) -> Event:
         """Passes new tokens to a request, and ends it if it is complete."""
+        row, new, is_ended = received.row, received.new, received.is_ended
         request: Request = row.owner
         handle = request.handle
-        if np.isnan(new.logprobs).any():
+        if not received.is_finite:
             return self._end_not_finite(request)
         handle.shared_tokens = row.shared
         taken = handle.push(new)
         self.new_tokens += taken
-        if (matcher := request.settings.matcher) is not None:
-            try:
-                matcher.advance(new.tokens[:taken])
-            except ValueError as error:
-                return self.end(request, "error", error)
-        self.planner.learn(row, new.tokens[:taken])
+        if received.error is not None and not handle.has_stopped:
+            return self.end(request, "error", received.error)
+        self.planner.learn(row, new.tokens[:taken], received.programs)
         if handle.has_stopped or is_ended:
             is_stop = handle.has_stopped or (
                 bool(handle.tokens) and request.settings.is_stop(handle.tokens[-1])
@@ -455,27 +469,6 @@ class Runner:
         self.accepted_tokens += counts[1]
         more = SpeculationReport(*([count] for count in counts))
         handle.speculation = more if handle.speculation is None else handle.speculation + more
-
-    def _keep_scores(self, pending: Pending) -> None:
-        """Adds the log-probabilities of prompt tokens and forced ones to their requests."""
-        assert isinstance(pending.plan, Extend)
-        assert pending.scores is not None
-        arrays = [np.asarray(x) for x in pending.scores.arrays]
-        at = 0
-        for piece in pending.plan.pieces:
-            count = piece.end - piece.start
-            request: Request = piece.row.owner
-            logprobs, *top = (x[at : at + count] for x in arrays)
-            at += count
-            handle = request.handle
-            if handle.prompt_logprobs is not None and not piece.forced:
-                continue  # the row is prefilled again
-            request.scores = [s for s in request.scores if s.start < piece.start]
-            request.scores.append(Scores(piece.start, logprobs, *top))
-            if piece.is_last and not piece.forced:
-                handle.prompt_logprobs = PromptLogprobs.join(
-                    request.scores, len(handle.prompt), request.settings.top_logprobs
-                )
 
     def _end(
         self, request: Request, reason: str, error: Exception | None = None, *, is_finite: bool

@@ -12,7 +12,7 @@ import pytest
 import mpjax
 from mpjax.adapters.collection import Adapters
 from mpjax.checkpoint.adapters.folder import read_adapter
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.kernels import KVFormat
 from tests.eight_devices import run
 from tests.mpjax.checkpoint.adapters.write_adapter import write_adapter
@@ -110,17 +110,17 @@ def test_rows_without_an_adapter_run_the_programs_of_a_model_without(tiny, lm):
 def test_adapters_come_and_go_without_a_program(lm, folders):
     """An adapter that fits is written into the stacks; one that does not makes larger stacks."""
     first = tokens_of(lm, PROMPT, "a"), tokens_of(lm, PROMPT, "b")
-    count = compiled.count()
+    count = count_programs()
     lm.remove_adapter("a")
     lm.add_adapter("c", folders["c"])
     third = tokens_of(lm, PROMPT, "c")
     lm.add_adapter("b", folders["a"], replace=True)
     assert tokens_of(lm, PROMPT, "b") == first[0]
-    assert compiled.count() == count
+    assert count_programs() == count
     assert len({tuple(row) for row in (*first, third)}) == 3
     lm.add_adapter("wide", folders["wide"])
     assert tokens_of(lm, PROMPT, "c") == third
-    assert compiled.count() > count
+    assert count_programs() > count
     alone = dataclasses.replace(lm, adapters=Adapters())
     alone.add_adapter("wide", folders["wide"])
     assert tokens_of(alone, PROMPT, "wide") == tokens_of(lm, PROMPT, "wide")

@@ -81,7 +81,7 @@ def test_masks_behind_drafts_are_those_of_steps(tiny):
 def test_a_matcher_that_has_failed_does_not_end_the_text(tiny):
     """It allows an end alone, which must not pass for one of the constraint."""
     own, end = matcher(tiny, DATE), tiny.tokenizer.stop_ids[0]
-    assert not own._matcher.consume_tokens(tiny.tokenizer.encode("x"))
+    assert not own.inner.consume_tokens(tiny.tokenizer.encode("x"))
     assert ids_of(own.masks([])[0]) == [end]
     with pytest.raises(ValueError, match="can't follow the tokens"):
         own.advance([end])

@@ -8,6 +8,7 @@ import pytest
 
 from mpjax import Ngram
 from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.engine.compiled import MOST_CONTROLLED, MOST_PROGRAMS, Programs
 from mpjax.engine.controlled import constraint_places, create_control
 from mpjax.engine.programs import extend
@@ -84,14 +85,14 @@ def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):
     few = {"slots": 1, "steps": 1, "chunk_tokens": 16}
     with make_engine(tiny, speculate=Ngram(k=3, n=2), **few) as engine:
         engine.compile(greedy_only=True)
-        before, programs = compiled.count(), engine.statistics()["programs"]
+        before, programs = count_programs(), engine.statistics()["programs"]
         handle = engine.submit([1, 2, 3], max_new_tokens=20)
         for _ in range(2):
             engine.step()
         handle.cancel()
         engine.submit([4, 5], max_new_tokens=2).result()
         assert handle.finish_reason == "cancelled"
-        assert (compiled.count(), engine.statistics()["programs"]) == (before, programs)
+        assert (count_programs(), engine.statistics()["programs"]) == (before, programs)
 
 
 @pytest.mark.parametrize(("weights", "programs"), [(0.5, 1), (3.2, 2), (16, 10), (None, None)])

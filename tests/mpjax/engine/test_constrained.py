@@ -9,11 +9,13 @@ import re
 import jax
 import jax.numpy as jnp
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax.engine import pending
 from mpjax.engine.compiled import Programs
 from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.engine.conftest import Knowing, make_engine
@@ -138,6 +140,30 @@ def test_requests_of_an_engine_are_the_same(expected, tiny):
         assert together.tokens == expected.tokens
         with pytest.raises(ValueError, match="can't be enforced"):
             engine.submit(PROMPTS[0], constraint=mpjax.JsonSchema({"not": {}}))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {}], ids=["drawn", "greedy"])
+def test_requests_of_many_rows_get_tokens_of_several_steps(sampling, tiny, monkeypatch):
+    """The same ones, for the same reasons, and with the same log-probabilities."""
+    monkeypatch.setattr(pending, "MANY_ROWS", 1)
+    options = {"max_new_tokens": NEW, "sampling": sampling}
+    expected = mpjax.generate(tiny, PROMPTS, constraint=CONSTRAINTS, **options)
+    assert expected.tokens != mpjax.generate(tiny, PROMPTS, **options).tokens
+    with make_engine(tiny, table_states=0, steps=3) as engine:
+        handles = []
+        for seed, (prompt, constraint) in enumerate(zip(PROMPTS, CONSTRAINTS, strict=True)):
+            asked = options | {"seed": seed, "constraint": constraint}
+            handles.append(engine.submit(prompt, **asked))
+            engine.step()
+        gone = engine.submit(PROMPTS[0], **options, constraint=CONSTRAINTS[0])
+        told = [len(event.tokens) for _ in range(12) for event in engine.step()]
+        gone.cancel()
+        found = [handle.result() for handle in handles]
+    assert max(told) == 3
+    assert [one.tokens for one in found] == expected.tokens
+    assert [one.finish_reason for one in found] == expected.finish_reasons
+    for one, logprobs in zip(found, expected.logprobs, strict=True):
+        np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-4, atol=1e-5)
 
 
 def test_speculation_changes_no_token(expected, tiny):

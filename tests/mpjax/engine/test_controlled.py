@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.engine import compiled
-from mpjax.sampling.rules import NoRepeat, Suppress
+from mpjax.engine.calls import count_programs
+from mpjax.sampling.rules import NoRepeat, Suppress, Typical
 from tests.mpjax.engine.conftest import Knowing, make_engine
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -61,6 +61,7 @@ EVERYTHING = {
     "frequency_penalty": -0.3,
     "logit_bias": {5: 9.0, 9: -3.0},
     "bad_words": [[7, 3]],
+    "rules": (Typical(0.6),),
     "stop_ids": (),
 }
 CASES = [
@@ -133,13 +134,13 @@ def test_rows_without_processors_pay_nothing(tiny):
 
         alone, state = run_plain(), engine._runner._state
         assert tiny.model.columns not in {n for x in jax.tree.leaves(state) for n in x.shape}
-        before = compiled.count()
+        before = count_programs()
         controlled = {"sampling": {"frequency_penalty": 1.0}, "max_new_tokens": NEW}
         engine.submit(PROMPTS[1], **controlled).result()
-        assert compiled.count() > before
-        before = compiled.count()
+        assert count_programs() > before
+        before = count_programs()
         assert run_plain() == alone
-        assert compiled.count() == before
+        assert count_programs() == before
         assert engine._runner._state.processors == ()
 
 
@@ -181,7 +182,7 @@ def test_programs_with_processors_are_compiled_ahead(tiny):
     with make_engine(tiny, slots=1, chunk_tokens=16, max_tokens=32, steps=2) as engine:
         engine.compile()
         assert engine._runner._attached == ()  # nobody has asked for any
-        before = compiled.count()
+        before = count_programs()
         options = {"max_new_tokens": 6, "seed": 1}
         penalty = engine.submit([3, 4], sampling={"presence_penalty": 1.0}, **options)
         bound = engine.submit([3, 4], constraint=mpjax.Regex("[ab]{4}"), **options)
@@ -189,4 +190,4 @@ def test_programs_with_processors_are_compiled_ahead(tiny):
         for handle in (penalty, bound, plain):
             handle.result()
         assert set(bound.text) <= {"a", "b"}
-        assert compiled.count() == before
+        assert count_programs() == before

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax import Sampling
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import CancelledError
 from mpjax.errors import NotFiniteError
@@ -178,7 +178,7 @@ def test_no_program_is_compiled_twice(engine):
         for count in range(1, 5):
             engine.generate(PROMPTS[:count], max_new_tokens=5)
             engine.generate(PROMPTS[:count], max_new_tokens=7, sampling=HOT)
-        return compiled.count()
+        return count_programs()
 
     assert run() == run()
     assert engine.statistics()["programs"] <= 15
@@ -190,10 +190,10 @@ def test_programs_are_compiled_ahead(engine, alone):
     for _ in range(2):
         engine.step()
     engine.compile(greedy_only=True)
-    before = compiled.count()
+    before = count_programs()
     assert handle.result().text == alone.text[0]
     assert engine.generate(PROMPTS, max_new_tokens=NEW).text == alone.text
-    assert compiled.count() == before
+    assert count_programs() == before
     with pytest.raises(ValueError, match="greedy_only is 1: expected"):
         engine.compile(greedy_only=1)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from tests.mpjax.conftest import write_tiny_model
 from tests.mpjax.engine.conftest import is_clean, make_engine, require_order
 
@@ -69,7 +69,7 @@ def begun(engine, steps=4, prompt=PROMPT, **options):
 
 
 def test_each_token_has_the_version_that_drew_it(engine, others, said):
-    programs = compiled.count()
+    programs = count_programs()
     handle = begun(engine)
     engine.update_weights(others)  # reads what is under way
     own = len(handle.tokens)
@@ -81,7 +81,7 @@ def test_each_token_has_the_version_that_drew_it(engine, others, said):
     assert again.shared_tokens == 0  # of the older weights
     shared = engine.submit(PROMPT, max_new_tokens=NEW).result()
     assert (shared.tokens, shared.shared_tokens) == (said[1], 64)
-    assert compiled.count() == programs
+    assert count_programs() == programs
     assert is_clean(engine)
 
 
@@ -195,7 +195,7 @@ def test_an_error_in_the_tree_changes_nothing(engine, said):
 def test_sleep_gives_memory_back_and_wake_compiles_nothing(weights, engine, said):
     arrays = [x for x in jax.tree.leaves(engine._runner._state) if x.nbytes]
     kernel = engine.lm.model.layers[0].mlp.down.kernel.get_value().words
-    handle, programs = begun(engine), compiled.count()
+    handle, programs = begun(engine), count_programs()
     engine.sleep(weights=weights)
     engine.sleep()  # nothing happens
     assert engine.is_asleep
@@ -220,7 +220,7 @@ def test_sleep_gives_memory_back_and_wake_compiles_nothing(weights, engine, said
     engine.wake()
     assert not any("backend_compile" in name for name in compilations)
     assert handle.result().tokens == late.result().tokens == said[0]
-    assert compiled.count() == programs
+    assert count_programs() == programs
     assert is_clean(engine)
 
 

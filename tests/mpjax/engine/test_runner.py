@@ -113,7 +113,7 @@ class Device:
             self.end = max(self.end, self.now) + seconds
             if holds_host:
                 self.now = self.end
-            return state, dataclasses.replace(drawn, tokens=Result(self, drawn.tokens)), *rest
+            return state, dataclasses.replace(drawn, packed=Result(self, drawn.packed)), *rest
 
         return run
 
@@ -204,7 +204,7 @@ def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch)
         monkeypatch.setattr(clock, "end", lambda start: (0.0, 0.24))
         runner.clock = clock
         monkeypatch.setattr(runner.planner.pace, "learn_step", learned.append)
-        read = runner._read
+        read = runner._receive
 
         def watch(pending):
             if isinstance(pending.plan, Decode) and pending.is_measured:
@@ -212,7 +212,7 @@ def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch)
                 expected.extend([0.24 / steps] if steps else [])
             return read(pending)
 
-        monkeypatch.setattr(runner, "_read", watch)
+        monkeypatch.setattr(runner, "_receive", watch)
         monkeypatch.setattr(runner, "_begin", lambda: 0.0)  # no step is late
         engine.submit([5] * 40, max_new_tokens=100).result()
     assert learned == expected

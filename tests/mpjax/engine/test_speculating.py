@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax import Sampling
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.errors import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
@@ -167,7 +167,7 @@ def test_no_program_is_compiled_twice(speculating):
         for count in (1, 2, 4):
             speculating.generate(PROMPTS[:count], max_new_tokens=5)
             speculating.generate(PROMPTS[:count], max_new_tokens=7, sampling={"temperature": 1.2})
-        return compiled.count()
+        return count_programs()
 
     assert run() == run()
     assert speculating.statistics()["programs"] <= 15

@@ -13,7 +13,8 @@ import pytest
 import mpjax
 from mpjax import Sampling
 from mpjax.engine import call as call_module
-from mpjax.engine import compiled, temporary
+from mpjax.engine import temporary
+from mpjax.engine.calls import count_programs
 from mpjax.errors import NotFiniteError
 from mpjax.generation import decoding
 from mpjax.kernels import KVFormat
@@ -119,24 +120,24 @@ def test_a_short_generation_has_two_programs(tiny):
     """One that reads the prompt, and one that decodes, also for rows of different settings."""
     different = [{"temperature": 1.0, "top_p": 0.9}, *[{"min_new_tokens": 0}] * 4]
     for sampling in (None, different):
-        before = compiled.count()
+        before = count_programs()
         prompts = [[5] * 61, *[[6] * 3] * 4]
         mpjax.generate(tiny, prompts, max_new_tokens=40, sampling=sampling)
-        assert 0 < compiled.count() - before <= 2
-        before = compiled.count()
+        assert 0 < count_programs() - before <= 2
+        before = count_programs()
         mpjax.generate(tiny, [[7] * 50] * 5, max_new_tokens=36, sampling=sampling)
-        assert compiled.count() == before
+        assert count_programs() == before
 
 
 def test_compiling_ends_before_the_first_token(tiny):
     """So that the seconds of decoding, and tokens per second, are without it."""
-    lm, before = dataclasses.replace(tiny, page_size=32), compiled.count()
+    lm, before = dataclasses.replace(tiny, page_size=32), count_programs()
     pieces = mpjax.stream(lm, PROMPTS[0], max_new_tokens=40, sampling=HOT)
     next(pieces)
-    first = compiled.count()
+    first = count_programs()
     assert first > before
     assert len(list(pieces)) > 1
-    assert compiled.count() == first
+    assert count_programs() == first
 
 
 def test_each_prompt_may_have_a_sampling_of_its_own(tiny, three):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.models import Addition, Replacement, Steer
 from tests.mpjax.engine.conftest import damage_what_rows_leave, make_engine, resize
 
@@ -77,12 +77,12 @@ def test_requests_are_captured_and_steered_each_by_its_own(speculate, tiny):
             require_inspected(tiny, steer, handle.prompt, handle.tokens, handle.captured)
         assert handles[0].tokens != free[0]
         # Other requests run the programs that they ran before.
-        before, used = compiled.count(), engine.statistics()["programs"]
+        before, used = count_programs(), engine.statistics()["programs"]
         assert used > programs
         resize(engine, pages=33)
         again = [engine.submit(prompt, **options) for prompt in PROMPTS]
         assert [handle.result().tokens for handle in again] == free
-        assert (compiled.count(), engine.statistics()["programs"]) == (before, used)
+        assert (count_programs(), engine.statistics()["programs"]) == (before, used)
 
 
 def test_generate_captures_of_constrained_rows_too(tiny):

@@ -14,7 +14,7 @@ import pytest
 import tokenizers.processors
 
 import mpjax
-from mpjax.engine import compiled
+from mpjax.engine.calls import count_programs
 from mpjax.engine.engine import Engine
 from mpjax.errors import NotFiniteError
 from mpjax.evaluation import perplexity as evaluation
@@ -103,9 +103,9 @@ def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
 
 def test_the_cache_counts_and_few_programs_do(harness, tiny):
     pairs = requests("loglikelihood", *PAIRS)
-    before = compiled.count()
+    before = count_programs()
     expected = np.array(harness.HarnessLM(tiny, batch_size=3).loglikelihood(pairs))[:, 0]
-    assert compiled.count() - before == 1
+    assert count_programs() - before == 1
     rounded = dataclasses.replace(tiny, kv_format=KVFormat(4))
     found = np.array(harness.HarnessLM(rounded, batch_size=2).loglikelihood(pairs))[:, 0]
     assert 1e-4 < np.abs(found / expected - 1).max() < 0.1

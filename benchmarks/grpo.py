@@ -4,7 +4,7 @@ python -m benchmarks.grpo --layers 8
 
 Both loops train a 16-bit model of Qwen3-8B's shapes with the update of examples/grpo.py. One
 samples from a packed engine, which gets the new weights after each step (`update_weights`). The
-other samples from the trainer's arrays with a program as those of Flax's and Tunix's examples:
+other samples from the trainer's arrays with a program like those of Flax's and Tunix's examples:
 16-bit products and a dense 16-bit cache, all rows in one `while_loop` until the longest has ended.
 Completions have random lengths. Printed are new tokens per second of whole loops and of sampling.
 """
@@ -53,7 +53,7 @@ def _attend(query: jax.Array, keys: jax.Array, values: jax.Array, begin: jax.Arr
 def _step(
     model: Decoder, tokens: jax.Array, begin: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Logits [rows, vocabulary] behind tokens [rows, tokens], which are added to the cache."""
+    """Logits [rows, vocabulary] after tokens [rows, tokens], which are added to the cache."""
     config, (all_keys, all_values), table = model.config, cache, cast(Any, model.embedding)
     positions = jnp.broadcast_to(begin + jnp.arange(tokens.shape[1]), tokens.shape)
     angles = positions[..., None].astype(jnp.float32) * rotary.frequencies(config)[None, None]

@@ -66,7 +66,7 @@ class Cohere2(Decoder):
 
 
 class Cohere2MoE(Decoder):
-    """Command A+: Command A with experts, and a shared expert, whose mean or sum it takes."""
+    """Command A+: Command A with experts and a shared expert, whose sum or mean it takes."""
 
     names: ClassVar[Names] = {**NAMES, **expert_names()}
     defaults: ClassVar[Mapping[str, Any]] = {

@@ -112,11 +112,11 @@ class DraftMixer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the layer; returns its terms, its residual stream, and the state.
 
-        layer: of which this is the mixer. pair: embeddings [..., hidden] of tokens, and the hidden
-        state before each. No hidden state is before a sequence's first token: there the input of
-        attention is zeros. Its key then has the score 0 and its value is 0, so that it scales the
-        result of attention by Z / (Z + 1), where Z is the sum of the exponentials of the other
-        scores.
+        layer: the layer whose mixer this is. pair: embeddings [..., hidden] of tokens, and the
+        hidden state before each. No hidden state is before a sequence's first token: there the
+        input of attention is zeros. Its key then has the score 0 and its value is 0, so that it
+        scales the result of attention by Z / (Z + 1), where Z is the sum of the exponentials of the
+        other scores.
         """
 
     @abc.abstractmethod

@@ -68,7 +68,7 @@ class Drafts(Keeper):
         """The layer that drafts over whole sequences, without a cache; differentiable.
 
         tokens: int [batch, tokens]. hidden: [batch, tokens, hidden], the hidden state before each
-        token, of which the first is unused: of the decoder (`draft_features`), or as returned.
+            token, from `draft_features` or from an earlier call. The first one is not used.
 
         Returns logits float32 [batch, tokens, columns], of the tokens after each, and hidden
         states.

@@ -196,9 +196,9 @@ def with_usual_eagle(config: DecoderConfig, vocabulary: int, taps: Any = None) -
 
 
 def usual_taps(depth: int) -> tuple[int, ...]:
-    """The layers that heads read whose files name none: near both ends, and in the middle.
+    """The layers that a head reads if its files name none: near both ends, and in the middle.
 
-    Of fewer than 7 layers, those are not three: then the last, and those at thirds.
+    With fewer than 7 layers, these are layers at one and two thirds, and the stream after the last.
     """
     if depth < 7:
         return tuple(sorted({depth // 3, 2 * depth // 3, depth}))

@@ -434,12 +434,12 @@ class Experts(nnx.Module):
         return ActivationFormat() if self.norms else Projection(self.router.get_value())
 
     def runs_by_warpgroups(self, tokens: int) -> bool:
-        """Whether experts of this many tokens are planned for warpgroups on the default device."""
+        """Whether products of this many tokens with experts run by warpgroups on this device."""
         experts = self.router.get_value().shape[0]
         return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 
     def read(self, x: Any, chosen: Any = None) -> tuple[jax.Array, RouterLogits]:
-        """The array x [..., hidden], and its router logits, computed unless a norm has done so."""
+        """The array x [..., hidden], and its RouterLogits. chosen: given experts, or None."""
         if not isinstance(x, Projected):
             x, router = as_array("Experts: x", x), self.router.get_value()
             x = (

@@ -380,7 +380,10 @@ def _linear(maps: LinearMaps, config: DecoderConfig, rngs: nnx.Rngs) -> Linear:
 
 
 def _by_head(axes: str, x: jax.Array, maps: jax.Array) -> jax.Array:
-    """An einsum of x [..., heads, channels] with a map of each head, by rows of all heads."""
+    """Each head of x [..., heads, channels] times its own map: [..., heads, outputs].
+
+    axes: the einsum, in which t is the axis of tokens. See `in_row_tiles` for batch invariance.
+    """
     *places, heads, channels = x.shape
 
     def multiply(rows: jax.Array, maps: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ class DecoderLayer(nnx.Module):
     def after_norm(
         self, x: Any, residual: jax.Array, context: StepContext, state: Any
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """The results of a call, of which x is the mixer's input instead of the normed stream."""
+        """The results of a call whose mixer reads x instead of the normed stream."""
         mixer: Mixer | None = self.attention
         assert mixer is not None
         mixed, state = mixer.mix(x, context, state)

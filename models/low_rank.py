@@ -107,7 +107,7 @@ class LowRank(nnx.Module):
         return jnp.concatenate([wide, rest[None]])
 
     def is_in_kernels(self, context: StepContext) -> bool:
-        """Whether rows choose from a stack, without DoRA's gains: what kernels compute."""
+        """Whether kernels compute the change: rows choose from a stack, without DoRA's gains."""
         is_plain = self.gain is None and self.is_stack and bool(self.ups)
         return is_plain and context.adapters is not None
 

@@ -85,7 +85,7 @@ class RecurrentMixer(nnx.Module):
         """The mixer without its last map, and the state: a Tentative if the step is tentative."""
         inputs = self.project(x, context)
         if state is None and is_batch_invariant():
-            # Whole sequences begin with zeros, and then are as those with a cache.
+            # Without a cache, states begin with zeros, and the rest is computed as with a cache.
             rows = jax.tree.leaves(inputs)[0] if context.counts is None else context.counts
             shapes, dtype = self.kept.shapes, self.kept.dtype
             zeros = tuple(jnp.zeros((len(rows), *shape), dtype) for shape in shapes)

@@ -146,7 +146,7 @@ class ShardedDecoder(Decoder):
     def put_linears(
         self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
     ) -> None:
-        """Gives each device its share of linear maps. windows: the channels of `parts`."""
+        """Gives each device its share of linear maps. windows: as in `Decoder.put_linears`."""
         formats = [linear.format for linear in parts]
         if windows is not None:
             formats = formats_of_all(formats)
@@ -165,7 +165,7 @@ class ShardedDecoder(Decoder):
     ) -> None:
         """Gives each device its share of all experts, a few experts at a time.
 
-        stacks: the place's experts in order, or only those of the windows, some in each stack.
+        stacks: the place's experts in order, some in each; with `windows`, only these parts of all.
 
         Raises ValueError if the experts have different formats.
         """
@@ -425,7 +425,7 @@ class ShardedDecoder(Decoder):
         return PartitionSpec(self.share.axis)
 
     def _columns(self, axes: int) -> PartitionSpec:
-        """Of logits: each device has some columns, but all in deterministic mode."""
+        """How logits are divided: each device has some columns, or in deterministic mode all."""
         return WHOLE if self.deterministic else PartitionSpec(*[None] * (axes - 1), *self._divided)
 
     def _map(

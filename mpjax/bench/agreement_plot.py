@@ -1,4 +1,4 @@
-"""Plots the distance of precisions from 16 bits over bits per weight, as SVG."""
+"""Plots each precision's KL divergence and perplexity over its bits per weight, as SVG."""
 
 from __future__ import annotations
 

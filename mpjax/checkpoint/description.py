@@ -132,7 +132,7 @@ class Description:
     def without_drafts(self) -> Description:
         """The description without the layer that drafts, whose arrays then aren't read.
 
-        Scales of the cache are in one array with those of the layer, and then it is kept.
+        With scales of the cache it keeps the layer, since one array has the scales of all layers.
         """
         config = self.config.without_drafts()
         if model_arrays.CACHE_SCALES in self.arrays:

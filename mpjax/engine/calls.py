@@ -97,7 +97,7 @@ class Call(NamedTuple):
     name: the key in `Programs.used`. modules: the structure and arrays that `flat` returns for the
     models passed to `run`, or no arrays for a program that needs none. arguments: positional
     arguments after the state. needs: which large parts of the state it takes. reuses: whether its
-    results get the memory of those of its last run, which everybody has read by then.
+    results get the memory of its last run's results, which have been read by then.
     """
 
     name: tuple[Any, ...]

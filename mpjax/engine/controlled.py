@@ -44,7 +44,7 @@ class Control:
 
     @property
     def is_masked_alone(self) -> bool:
-        """Whether the request has no other processor than the masks by the host."""
+        """Whether the only processor of the request is the masks that the host computes."""
         pairs = zip(self.processors, self.active, strict=True)
         return all(isinstance(one, Masked) for one, active in pairs if active)
 

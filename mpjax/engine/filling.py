@@ -134,7 +134,7 @@ def history(row: Row, tokens: int) -> np.ndarray:
 
 
 def numbers(slot: int, read: int, count: int, tokens: np.ndarray) -> np.ndarray:
-    """The argument of `begin_control` of that name."""
+    """The argument `numbers` of `begin_control`."""
     return np.concatenate([np.array([slot, read, count], np.int32), tokens])
 
 

@@ -63,8 +63,9 @@ class Pending:
 class Received:
     """A row's new tokens, which its request has not got yet.
 
-    drawer: the row in the program, in the last one of several. is_ended: whether the row has ended
-    on the device. error: of its constraint's matcher. programs: that have drawn the tokens.
+    drawer: the row's entry in the program, or in the last of several programs. is_ended: whether
+    the row has ended on the device. error: of its constraint's matcher. programs: the number of
+    programs that have drawn the tokens.
     """
 
     drawer: Drawer
@@ -85,9 +86,9 @@ class Received:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the row can draw further tokens before its request gets these.
+        """Whether the row can draw further tokens before its request gets these tokens.
 
-        A request gets the first one, which its prompt's program draws, at once.
+        A request gets its first token, which the prompt's last program draws, at once.
         """
         is_first = self.drawer.piece is not None
         return not (is_first or self.is_ended) and self.error is None and self.is_finite
@@ -110,8 +111,8 @@ class Received:
 class Untold:
     """Tokens of constrained steps of many rows, which requests get after several steps.
 
-    Passing tokens on takes about as long for several of a row as for one: with many rows longer
-    than a step of the model.
+    Passing a row's tokens to its request takes about as long for several tokens as for one. With
+    many rows, that is longer than a step of the model.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ IRRELEVANT = {
     *("max_matching_ngram_size", "speculation_type"),
     *("_from_model_config", "transformers_version", "_name_or_path"),
 }
-# Neutral values of keys that are refused with others; null is neutral for all keys.
+# Keys that are refused unless they have one of these values, or null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     **dict.fromkeys(("num_beams", "guidance_scale"), (1,)),

@@ -164,7 +164,7 @@ class NoRepeat(TokenRule):
 
 @_static
 class Typical(TokenRule):
-    """Draws the tokens whose information is nearest to the entropy (Meister et al., 2023).
+    """Draws the tokens whose information, −ln p, is nearest to the entropy (Meister et al., 2023).
 
     mass: the probability that they have together, above 0 and below 1.
     """
@@ -177,7 +177,7 @@ class Typical(TokenRule):
         return {"typical_p": self.mass}
 
     def filter(self, logits: jax.Array) -> jax.Array:
-        """The logits, -inf for tokens whose information is further from the entropy."""
+        """The logits, -inf for tokens that are not among the nearest with that mass."""
         logprobs = jax.nn.log_softmax(logits)
         away = jnp.abs(-logprobs - _entropy(logprobs))
         order = jnp.argsort(away)

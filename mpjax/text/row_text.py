@@ -18,7 +18,8 @@ class RowText:
     Attributes:
       tokens: ids of the row's new tokens.
       text: their text, without a stop string that has ended the row.
-      marker_places: the character offsets of markers that the model wrote as single tokens.
+      marker_places: the character offsets of the markers of reasoning and tool calls that the model
+        wrote as single tokens.
       stopped: whether a stop string has ended the row.
       ended: whether no more text can come.
     """

@@ -35,10 +35,11 @@ class DrafterTraining:
     """The settings of `train_drafter`.
 
     steps: of gradient descent (Adam, with a rate that falls linearly to 0). batch: rows in a step.
-    length: tokens in a row. rate: the learning rate. passes: over each row: the first reads the
-    model's hidden states, and each later one the head's own of the pass before at half of the
-    tokens, so that the head learns to continue its proposals. vocabulary: how many tokens the head
-    can propose, the most frequent ones of the texts; None for all. layers: whose input streams the
+    length: tokens in a row. rate: the learning rate. passes: the number of passes over each row.
+    The first reads the model's hidden states. Each later one reads, at half of the tokens, the
+    states that the head has computed in the pass before, so that the head learns to continue its
+    proposals. vocabulary: how many tokens the head can propose, the most frequent ones of the
+    texts; None for all. layers: whose input streams the
     head reads; None for three: near both ends, and in the middle. seed: of the weights and rows.
 
     Raises ValueError for numbers below 1.

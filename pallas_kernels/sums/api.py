@@ -72,7 +72,7 @@ def sum_over_devices(
         element's place, or in a batch-invariant context a sum in the order of the devices.
         `mosaic` is a kernel in which each device writes its x into the others' inboxes, and adds
         all in float32 in the order of the devices, so all get the same bits. It takes float32 and
-        bfloat16, gives at most the inbox's bytes, and has no gradient. All devices must compute the
+        bfloat16, sums at most the inbox's bytes, and has no gradient. All devices must compute the
         same sums in the same order. By default the kernel if there is an inbox and x suits it.
 
     Raises ValueError for arguments of other kinds, and UnsupportedError, with the reason, if a

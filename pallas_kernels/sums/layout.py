@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 MOST_DEVICES = 8  # of one host
-MOST_PROGRAMS = 128  # of a device; all run at the same time, since each waits for its twins
+MOST_PROGRAMS = 128  # of a device; all run at once, since each waits for those of other devices
 WARPGROUPS = 2  # of a program
 UNIT = 16  # bytes of x that a thread loads at once
 # Bytes of the header: an address for each device, this device's number, a counter for each program.

@@ -1,8 +1,8 @@
 """Gemma 3n and Gemma 4 in GGUF files, whose layers have sizes of their own.
 
 Source: llama.cpp, gguf-py/gguf/constants.py and conversion/gemma.py. Files list the layers with a
-window, and where layers differ their KV heads and MLP sizes. Layers without a tensor of values have
-keys as values.
+window and, where layers differ, their KV heads and MLP sizes. In layers without a tensor of values,
+the keys are the values.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def _tiles(problem: Problem) -> list[Tile]:
         many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
         if many or _rounds(problem, programs) * limits.multiprocessors > UNEVEN * programs:
             tiles = [tile._replace(warps=tile.warps // 2) for tile in tiles]
-    # Weights that are fast to decode use smaller tiles for more rows: these fill the GPU better.
+    # Smaller tiles fill the GPU better. Weights that are fast to decode use them up to 256 rows,
+    # others up to 128.
     fills = 3 * _tile_count(problem, largest) >= 2 * limits.multiprocessors
     if rows > (128 if _is_slow_to_decode(problem) else 256) and fills:
         tiles.insert(0, largest)

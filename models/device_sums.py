@@ -79,7 +79,7 @@ def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.A
 
     dtype: of activations; see `summing_dtype`.
     """
-    if is_batch_invariant():  # factors of terms are not fused with their sum in some programs alone
+    if is_batch_invariant():  # or XLA would fuse the sum with factors in some programs only
         terms = jax.lax.optimization_barrier(terms)
     size = terms[0].size
     if terms.dtype != (wanted := summing_dtype(size, dtype)):

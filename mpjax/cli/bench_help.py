@@ -149,10 +149,10 @@ each is as likely as any other.
 \b
 With --speculate there is a second table: the time of a step of the loop that
 speculates, over that of a plain step, where no row is proposed a token and
-where all rows are proposed k, and where a head proposes them: the model's own
-of Qwen3.6, and an EAGLE-3 head of the model's sizes of others. Random weights
-accept none, so the speed-up is that of your text: its tokens per step
-(`mpjax generate --speculate` prints them) over the time of a step.
+where all rows are proposed k, and where a head proposes them: for Qwen3.6 the
+model's own, for others an EAGLE-3 head of the model's sizes. A head with
+random weights gets no token accepted, so the speed-up is that of your text: its
+tokens per step (`mpjax generate --speculate` prints them) over this time.
 
 \b
 With --adapters there is a table of the same cases with random adapters

@@ -65,7 +65,7 @@ class Suppress(TokenRule):
 
 @_static
 class MinLength(TokenRule):
-    """No end before prompt and answer have `tokens` tokens. ids: the tokens that end a text."""
+    """No end token before prompt and answer have `tokens` tokens. ids: the end tokens."""
 
     tokens: int
     ids: tuple[int, ...]

@@ -1,13 +1,13 @@
 """Both products of adapters as Triton kernels, the second of which adds to the base's in place.
 
-*Shrink* computes x · down, with the channels divided among programs (split-K). A program has rows
-with one adapter: one of few rows; of another step, a segment of up to 16 rows, for which a factor
-is loaded once; or of a prompt, adjacent rows, whose adapters the program processes in turn. The
-segments are the same for all maps of a step, and XLA computes them once.
+*Shrink* computes x · down, with the channels divided among programs (split-K). In a step
+of few rows, a program has one row. In a larger step it has a segment: up to 16 rows with the same
+adapter, for which a factor is loaded once. In prefill it has adjacent rows, and processes their
+adapters in turn. The segments are the same for all maps of a step, and XLA computes them once.
 
-*Expand* sums these parts, multiplies them by up and adds. Its programs have one row of a step. They
-wait for memory only, so a program is one warp, many of which are resident, and rows with the same
-adapter read its factor from the L2 cache. Of a prompt they have adjacent rows, as those of shrink.
+*Expand* sums these parts, multiplies them by up and adds. In a step, a program has one row.
+It waits for memory only, so it is one warp, and many programs are resident; rows with the same
+adapter read its factor from the L2 cache. In prefill it has adjacent rows, as for shrink.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def expand(
 
 
 def programs_of(chosen: Any, most: int) -> int:
-    """The number of programs for different rows. most: rows that programs have one at a time."""
+    """The number of programs for different rows. most: up to it, each program has one row."""
     if isinstance(chosen, Segments):
         return int(chosen.adapters.shape[0])
     rows = int(chosen.shape[0])
@@ -263,8 +263,9 @@ class Factors(NamedTuple):
 
     inner: the first products [parts, rows, maps · rank], of a prompt in one part. up: the map's
     factors [places, rank, outputs]. number: of the map. before: the number of outputs of the maps
-    before it. output: the map's outputs in a tile. all_rows: whether rows may have no adapter, for
-    a change of zeros. Methods get a program's rows as `for_adapters` passes them.
+    before it. output: the map's outputs in a tile. all_rows: whether rows without an adapter are
+    processed, too, with a change of zeros. Methods get a program's rows as `for_adapters` passes
+    them.
     """
 
     inner: Any

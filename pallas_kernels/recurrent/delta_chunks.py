@@ -12,8 +12,8 @@ results. Source: Yang et al., Parallelizing Linear Transformers with the Delta R
 (arXiv 2406.06484).
 
 Decays of key channels are factors inside the products over channels. No factor exceeds 1, whatever
-the decays: of tokens in different blocks of a chunk they are two, and in a block each pair has its
-own, in sums without tensor cores. Source: Kimi Linear (arXiv 2510.26692).
+the decays: between tokens of different blocks of a chunk there are two, and in a block each pair
+has its own, in sums without tensor cores. Source: Kimi Linear (arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MOST_CHANNELS = 128  # of keys: more would not fit the registers and the shared 
 class Tiles(NamedTuple):
     """The tiles of the kernels, and their warps.
 
-    part: values of a head in a program of the third kernel. keys: channels of a head's keys that it
-    multiplies at a time. warps, stages: of that kernel. pair_warps: of the first.
+    part: value channels of a head in a program of the third kernel. keys: key channels of a head
+    that it multiplies at a time. warps, stages: of that kernel. pair_warps: of the first.
     """
 
     part: int
@@ -60,7 +60,7 @@ TILES_BY_CHANNEL = Tiles(part=32, keys=64)
 
 
 def _tiles(by_channel: bool, values: int) -> Tiles:
-    """The tiles for a number of values of all heads: the second if the first needs two rounds."""
+    """The smaller tiles, if their programs for `values` values of all heads run at once."""
     if by_channel:
         return TILES_BY_CHANNEL
     return TILES[values > TILES[0].part * device.multiprocessors()]

@@ -127,7 +127,7 @@ class MTP(DraftMixer):
         return apply(plan_conditions(), layer, stream[None], None, context, state)
 
     def finish(self, terms: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The stream after the layer and the norm, for both."""
+        """The stream after the layer and the norm, as both results."""
         _, found = self.norm.add(terms, residual, None)
         assert isinstance(found, jax.Array)
         return found, found

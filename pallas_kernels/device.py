@@ -156,7 +156,7 @@ def why_no_peers() -> str | None:
 
 @functools.cache
 def _are_peers() -> bool:
-    """What CUDA's driver says about all pairs of this process's GPUs."""
+    """Whether each of this process's GPUs can write to every other's memory, by CUDA's driver."""
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     handles = [ctypes.c_int() for _ in jax.local_devices()]
     for handle, gpu in zip(handles, jax.local_devices(), strict=True):

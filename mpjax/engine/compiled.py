@@ -127,7 +127,7 @@ class Programs:
         self._adapted = {count: (-1, (flat[0], [])) for count, (_, flat) in self._adapted.items()}
 
     def _is_in_turn(self, rows: int) -> bool:
-        """Whether a program of this many rows has products by warpgroups."""
+        """Whether a program of this many rows runs products by warpgroup kernels."""
         if rows not in self._in_turn:
             assert self._base is not None
             self._in_turn[rows] = has_warpgroups(self._base, rows)
@@ -377,7 +377,7 @@ class Programs:
         scored: bool,
     ) -> tuple[State, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        self._results.clear()  # it needs memory, too
+        self._results.clear()  # the program needs their memory
         return self._launch("extend", state, reading, greedy=greedy, scored=scored)
 
     def decode(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Drawn]:

@@ -26,7 +26,7 @@ from mpjax.sampling.processors import Attached, Attachment, Processor, attach
 from mpjax.sampling.rules import TokenRule
 from mpjax.sampling.settings import Sampling
 
-SMALL_BYTES = 1 << 14  # of an array that a call of a program copies itself
+SMALL_BYTES = 1 << 14  # of an array that is joined with others for one copy to the device
 
 
 @functools.partial(
@@ -156,7 +156,7 @@ def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["small", "large"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PackedControl:
-    """The leaves of a Control as few arrays, since each copy to the device takes long.
+    """The leaves of a Control in few arrays, since each copy to the device takes long.
 
     small: uint8 [bytes], those of up to SMALL_BYTES, end to end. large: the others, on the device.
     """
@@ -203,7 +203,7 @@ class OnDevice:
         return PackedControl(np.concatenate(small), tuple(large))
 
     def _put(self, place: int, leaf: Any) -> jax.Array:
-        """A large leaf on the device: the neutral one, the newest one, or another copy."""
+        """A large leaf on the device: the neutral one, the last one copied, or a new copy."""
         for known, there in (self._none[place], self._newest[place]):
             if leaf is known:
                 return there

@@ -13,7 +13,7 @@ from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 
-LEAST_FORCED = 4  # a piece, and waiting for the row's tokens, take longer than fewer steps
+LEAST_FORCED = 4  # fewer are drawn faster than the engine waits for the row and runs a piece
 
 
 def has_pieces(sizes: Sizes) -> bool:

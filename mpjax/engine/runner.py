@@ -186,7 +186,7 @@ class Runner:
         """Launches the next program, then reads the tokens of the previous one."""
         self.steps += 1
         self.take_weights()
-        # With their tokens told, rows can be preempted and others admitted.
+        # Rows are preempted or admitted only after requests have got their tokens.
         events = [] if self.planner.is_settled else self._tell_all()
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:

@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 20  # of a sum by the kernel, which sends twice as many
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A sum of `nbytes` bytes over some devices, whose GPUs have some limits."""
+    """What the plan of a sum depends on: its devices, its bytes, and the limits of their GPUs."""
 
     devices: int
     nbytes: int

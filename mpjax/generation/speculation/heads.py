@@ -26,8 +26,8 @@ class Head(Proposer):
     settings, one token after another, and predicts the second and later tokens from its own hidden
     states.
 
-    k: the most proposed tokens, 1 to 32. layer: the kind of the layer's mixer. lacking: what a
-        model without it lacks, and what to do.
+    k: the most proposed tokens, 1 to 32. layer: the kind of the layer's mixer. lacking: in the
+        error for another model, what it lacks and what to do.
     """
 
     k: int = 3

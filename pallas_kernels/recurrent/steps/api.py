@@ -139,10 +139,10 @@ def _read_states(name: str, channels: Any, states: Any, axes: str) -> tuple[jax.
 def _require_groups(
     name: str, channels: jax.Array, states: jax.Array, shared: tuple[int, int]
 ) -> None:
-    """Raises ValueError unless the channels beyond those of the heads fill whole groups of heads.
+    """Raises ValueError unless the channels of queries and keys, or b and c, fill whole groups.
 
     shared: the number of these channels, and the size of a group's query or key, or of its b or c:
-        a group has twice as many channels.
+        a group of heads has twice as many channels.
     """
     rest, size = shared
     groups = rest // (2 * size)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax.kernels import KVFormat, UnsupportedError
+from tests.eight_devices import run
 from tests.models.small import hybrid_model, latent_model
 from tests.mpjax.conftest import write_tiny_model
 from tests.mpjax.engine.conftest import make_engine, resize
@@ -27,12 +28,12 @@ def bits(logprobs):
 
 def trainer_of(lm):
     """The log-probabilities of a trainer for one row of tokens, padded to a fixed length."""
-    run = jax.jit(mpjax.token_logprobs)
+    score = jax.jit(mpjax.token_logprobs)
 
     def of_row(tokens):
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(tokens)] = tokens
-        return np.asarray(run(lm.model, padded))[0, : len(tokens) - 1]
+        return np.asarray(score(lm.model, padded))[0, : len(tokens) - 1]
 
     return of_row
 
@@ -97,11 +98,8 @@ def test_the_sampler_has_the_trainer_s_bits(models, name, requests, pages, chunk
     check(models[name], str(models[name].kv_format), requests, pages, chunk)
 
 
-@pytest.mark.gpu
-def test_a_gpu_s_sampler_has_the_trainer_s_bits(tmp_path):
+def check_uneven(lm):
     """Behind shared prefixes, in chunks of one page, preempted and among others."""
-    folder = write_tiny_model(tmp_path / "tiny", layers=2, head_dim=64)
-    lm = mpjax.load(folder, precision="W4A16KV8", dtype="bf16", deterministic=True)
     rng = np.random.default_rng(0)
     shared = [7 + i for i in range(20)]
     requests = [
@@ -111,19 +109,30 @@ def test_a_gpu_s_sampler_has_the_trainer_s_bits(tmp_path):
     check(lm, "KV8", requests, pages=9, chunk=16)
 
 
+@pytest.mark.gpu
+def test_a_gpu_s_sampler_has_the_trainer_s_bits(tmp_path):
+    folder = write_tiny_model(tmp_path / "tiny", layers=2, head_dim=64)
+    check_uneven(mpjax.load(folder, precision="W4A16KV8", dtype="bf16", deterministic=True))
+
+
+def test_a_divided_model_s_sampler_has_the_trainer_s_bits(two_layers_folder):
+    module = "tests.mpjax.rollouts.deterministic_on_devices"
+    assert run(module, str(two_layers_folder)) == "equal\n"
+
+
 def test_a_forward_pass_does_not_depend_on_rows_and_padding(models):
     """The trainer's numbers for a row alone, in a batch with padding, and by steps of a cache."""
     lm = models["KV8"]
     tokens = np.random.default_rng(1).integers(1, 2000, (3, 50)).astype(np.int32)
     [own] = mpjax.token_logprobs(lm.model, tokens[1:2, :30])
-    run = jax.jit(mpjax.token_logprobs)
-    batch = run(lm.for_device, tokens, np.array([50, 30, 9]))
+    score = jax.jit(mpjax.token_logprobs)
+    batch = score(lm.for_device, tokens, np.array([50, 30, 9]))
     assert bits(batch[1, :29]) == bits(own)
     drawn = mpjax.generate_tokens(
         lm.for_device, tokens[:, :7], np.full(3, 7), max_new_tokens=5, sampling=DRAWN
     )
     whole = np.concatenate([tokens[:, :7], np.asarray(drawn.tokens)], 1)
-    assert bits(drawn.logprobs) == bits(run(lm.model, whole)[:, 6:])
+    assert bits(drawn.logprobs) == bits(score(lm.model, whole)[:, 6:])
 
 
 def test_the_mode_has_the_usual_numbers_but_for_rounding(models, two_layers_folder):

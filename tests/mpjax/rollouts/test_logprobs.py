@@ -10,13 +10,19 @@ import mpjax
 from mpjax.rollouts import logprobs
 from tests.mpjax.engine.conftest import make_engine
 
-# Of the mean |difference| between sampler and trainer: with bfloat16 activations, and in float32.
-BOUND, EXACT = 1e-2, 1e-5
+# Of the mean |difference| between sampler and trainer, by the dtype of activations.
+BOUNDS, EXACT = {"bfloat16": 1e-2, "float16": 2e-3}, 1e-5
+
+
+@pytest.fixture(scope="module", params=BOUNDS)
+def bundled(request):
+    path = mpjax.bundled_model()
+    return mpjax.load(path, precision="W4A16KV16", dtype=request.param, progress=False)
 
 
 @pytest.fixture(scope="module")
-def bundled():
-    return mpjax.load(mpjax.bundled_model(), precision="W4A16KV16", progress=False)
+def bound(bundled):
+    return BOUNDS[bundled.config.dtype]
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +44,12 @@ def drawn(bundled):
     return tokens[0].astype(np.int32), lengths, given, tokens[1, :, 1:].astype(bool)
 
 
-def test_the_trainer_has_the_sampler_s_numbers(bundled, drawn):
+def test_the_trainer_has_the_sampler_s_numbers(bundled, bound, drawn):
     tokens, lengths, given, is_new = drawn
     found = jax.jit(mpjax.token_logprobs)(bundled.for_device, tokens, lengths)
     difference = mpjax.mismatch(given, found, is_new)
     assert difference.tokens == 72
-    assert 0 <= difference.mean < BOUND
+    assert 0 <= difference.mean < bound
     assert difference.kl < 1e-3
     assert difference.effective > 0.99
     assert "72 tokens: mean" in str(difference)
@@ -60,18 +66,18 @@ def test_in_float32_the_numbers_are_equal(tiny):
     assert mpjax.mismatch(handle.logprobs, found).mean < EXACT
 
 
-def test_chunks_change_nothing_but_rounding(bundled, drawn, monkeypatch):
+def test_chunks_change_nothing_but_rounding(bundled, bound, drawn, monkeypatch):
     tokens = drawn[0]
     expected = jax.nn.log_softmax(bundled.model(tokens)[:, :-1])
     expected = np.take_along_axis(np.asarray(expected), tokens[:, 1:, None], -1)[..., 0]
     monkeypatch.setattr(logprobs, "HEAD_VALUES", 7 * bundled.config.vocab_size)
     found = np.asarray(mpjax.token_logprobs(bundled.model, tokens))
-    np.testing.assert_allclose(found, expected, atol=0.05)
-    assert abs(found - expected).mean() < BOUND / 4
+    np.testing.assert_allclose(found, expected, atol=5 * bound)
+    assert abs(found - expected).mean() < bound / 4
     warm = mpjax.token_logprobs(bundled.model, tokens, temperature=2.0)
     wide = np.asarray(jax.nn.log_softmax(bundled.model(tokens)[:, :-1] / 2))
     wide = np.take_along_axis(wide, tokens[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(np.asarray(warm), wide, atol=0.05)
+    np.testing.assert_allclose(np.asarray(warm), wide, atol=5 * bound)
 
 
 def test_gradients_reach_what_can_be_trained(tiny, monkeypatch):

@@ -147,6 +147,31 @@ def test_draws_at_random_go_on_by_their_numbers(engine):
     assert handle.result().tokens == expected
 
 
+def test_a_group_stops_at_a_budget_and_goes_on_after_an_update(engine, others):
+    """Completions behind the first share its prompt, and each draws by its own seed."""
+    options = {"max_new_tokens": NEW, "sampling": HOT}
+    alone = [engine.submit(PROMPT, seed=i, **options).result().tokens for i in range(4)]
+    engine.update_weights(nnx.state(engine.lm.model))  # whose pages are not those of the prompt
+    group = [begun(engine, sampling=HOT, seed=0)]
+    group += [engine.submit(PROMPT, seed=i, **options) for i in range(1, 4)]
+    while sum(len(handle.tokens) for handle in group) < 2 * NEW:
+        engine.step()
+    engine.hold()
+    list(engine)
+    stopped = [len(handle.tokens) for handle in group]
+    assert all(count > 0 for count in stopped)
+    assert min(stopped) < NEW
+    engine.update_weights(others)
+    engine.release()
+    for handle, expected, count in zip(group, alone, stopped, strict=True):
+        handle.result()
+        assert handle.tokens[:count] == expected[:count]
+        assert handle.weights == [1] * count + [2] * (NEW - count)
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert [handle.shared_tokens for handle in group] == [0, 64, 64, 64]
+    assert is_clean(engine)
+
+
 def test_held_requests_can_be_cancelled_and_closed(folder):
     with make_engine(mpjax.load(folder)) as engine:
         one, two = begun(engine), begun(engine)

@@ -167,13 +167,14 @@ def _require_supported(given: Mapping[str, Any], where: str) -> None:
             len(biases) > MOST_BIASES or bool(several),
             f"at most {MOST_BIASES} biases, of one token each",
         ),
-        **dict.fromkeys(NEED_ENDS, (not _ends(given), "an eos_token_id beside it")),
     }
+    for key in NEED_ENDS:
+        reasons[key] = bool(given.get(key)) and not _ends(given), "an eos_token_id beside it"
     for key, neutral in NEUTRAL.items():
         usual = " or ".join(json.dumps(value) for value in (*neutral, None))
         reasons[key] = given.get(key) not in (*neutral, None), f"{usual}, since it is not supported"
     for key, (is_unfit, expected) in reasons.items():
-        if is_unfit and given.get(key):
+        if is_unfit:
             raise CheckpointError(
                 f"{where}: {key} is {given[key]!r:.80}: expected {expected}. Without the key, the "
                 "model can be loaded"

@@ -168,6 +168,9 @@ def test_every_key_of_transformers_is_known_and_its_defaults_are_neutral():
     for key in NEUTRAL:
         with pytest.raises(CheckpointError, match=f"file: {key} is 'x': expected .* not supported"):
             read_sampling({key: "x"}, "file")
+    for key, value in (("forced_bos_token_id", 0), ("guidance_scale", 0.0)):  # of effect, and false
+        with pytest.raises(CheckpointError, match=f"{key} is {value}: expected .* not supported"):
+            read_sampling({key: value}, "file")
 
 
 def test_logits_are_processed_as_by_transformers():

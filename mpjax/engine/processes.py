@@ -12,9 +12,11 @@ import dataclasses
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +35,6 @@ LAUNCHES = frozenset(
     ["extend", "decode", "forward", "choose", "begin_history", "begin_control", "clear", "copy"]
 )
 CONNECT_SECONDS = 60.0  # for all processes to connect
-HELLO_SECONDS = 5.0  # for a connection to show the secret
 SECRET_WORDS = 8
 LENGTHS = struct.Struct("!II")  # bytes of a message's JSON, and of its arrays
 HELLO = struct.Struct(f"!{4 * SECRET_WORDS}sI")  # the secret, and the number of the process
@@ -234,25 +235,55 @@ def _server(host: str) -> socket.socket:
 
 
 def _accepted(server: socket.socket, secret: bytes) -> dict[int, socket.socket]:
-    """A connection to each other process, by its number."""
+    """A connection to each other process, by its number. Connections without the secret are closed.
+
+    All connections are read at the same time, so that no stranger delays a process.
+    """
     others, found = jax.process_count() - 1, dict[int, socket.socket]()
-    server.settimeout(CONNECT_SECONDS)
-    while len(found) < others:
+    strangers = dict[socket.socket, bytearray]()  # and what each has sent
+    end = time.monotonic() + CONNECT_SECONDS
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ, server)
         try:
-            connection, _ = server.accept()
-        except TimeoutError as error:
-            missing = min(set(range(1, others + 1)) - set(found))
-            why = f"it has not connected within {CONNECT_SECONDS:.0f} seconds"
-            raise ProcessLostError(missing, why) from error
-        connection.settimeout(HELLO_SECONDS)
-        with contextlib.suppress(OSError):
-            given, process = HELLO.unpack(_received(connection, HELLO.size))
-            if hmac.compare_digest(given, secret):
-                _tune(connection)
-                found[process] = connection
-                continue
-        connection.close()
+            while len(found) < others and (left := end - time.monotonic()) > 0:
+                for connection in [key.data for key, _ in selector.select(left)]:
+                    if connection is server:
+                        with contextlib.suppress(BlockingIOError, ConnectionError):
+                            stranger, _ = server.accept()
+                            stranger.setblocking(False)
+                            strangers[stranger] = bytearray()
+                            selector.register(stranger, selectors.EVENT_READ, stranger)
+                    elif _has_ended_hello(connection, strangers[connection]):
+                        selector.unregister(connection)
+                        given = strangers.pop(connection)
+                        if len(given) == HELLO.size and hmac.compare_digest(given[:-4], secret):
+                            _tune(connection)
+                            found[HELLO.unpack(given)[1]] = connection
+                        else:
+                            connection.close()
+        finally:
+            for stranger in strangers:
+                stranger.close()
+    if len(found) < others:
+        for connection in found.values():
+            connection.close()
+        missing = min(set(range(1, others + 1)) - set(found))
+        why = f"it has not connected within {CONNECT_SECONDS:.0f} seconds"
+        raise ProcessLostError(missing, why)
     return found
+
+
+def _has_ended_hello(connection: socket.socket, given: bytearray) -> bool:
+    """Appends what has been sent to `given`; whether that is a HELLO, or nothing more comes."""
+    try:
+        read = connection.recv(HELLO.size - len(given))
+    except BlockingIOError:
+        return False
+    except OSError:
+        read = b""
+    given += read
+    return not read or len(given) == HELLO.size
 
 
 @contextlib.contextmanager

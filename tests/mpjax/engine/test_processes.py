@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -139,13 +140,29 @@ def test_a_launch_is_read_as_it_was_written(tiny):
 
 
 def test_only_processes_with_the_secret_are_taken(monkeypatch):
+    """Neither a stranger that sends nothing nor many of them change how long process 0 waits."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "CONNECT_SECONDS", 0.2)
-    server = socket.create_server(("127.0.0.1", 0))
-    with server, socket.create_connection(server.getsockname()) as other:
-        other.sendall(processes.HELLO.pack(b"guessed", 1))
-        with pytest.raises(ProcessLostError, match=r"process 1 .* has not connected within 0"):
-            processes._accepted(server, b"secret".ljust(32))
+    server, has_ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    address, secret = server.getsockname(), b"secret".ljust(32)
+
+    def knock():
+        while not has_ended.wait(0.05):
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(processes.HELLO.pack(b"guessed", 1))
+
+    with server, ThreadPoolExecutor() as pool, socket.create_connection(address) as silent:
+        silent.sendall(b"s")
+        pool.submit(knock)
+        try:
+            taken = pool.submit(processes._accepted, server, secret)
+            with socket.create_connection(address) as member:
+                member.sendall(processes.HELLO.pack(secret, 1))
+                taken.result(4)[1].close()
+            monkeypatch.setattr(processes, "CONNECT_SECONDS", 0.2)
+            with pytest.raises(ProcessLostError, match=r"process 1 .* has not connected within 0"):
+                pool.submit(processes._accepted, server, secret).result(4)
+        finally:
+            has_ended.set()
 
 
 def test_where_an_engine_leads(tiny, monkeypatch):

@@ -22,7 +22,7 @@ class ProcessLostError(ConnectionError):
             f"process {process} of the engine is lost ({why}): start the engine again in all "
             "processes"
         )
-        self.process = process
+        self.process, self.why = process, why
 
 
 class NotFiniteError(ValueError):

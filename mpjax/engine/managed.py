@@ -191,7 +191,7 @@ class Managed(abc.ABC):
         host: as for `lead`. The engine must have the same model and arguments as that of process 0;
         it is closed afterwards.
 
-        Raises ValueError as `lead` does, and ProcessLostError if process 0 ends.
+        Raises ValueError as `lead` does, and ProcessLostError if process 0 or a third one ends.
         """
         with self._turn:
             self._require_member(host, "follow")

@@ -192,11 +192,16 @@ class Followers:
         return self._lost or error
 
     def close(self) -> None:
-        """Ends `follow` in the other processes, without an error. A second call has no effect."""
+        """Ends `follow` in the other processes, with the error if a process has ended.
+
+        A second call has no effect.
+        """
         self._is_closed = True
+        lost = self._lost
+        message = pack(None if lost is None else (lost.process, lost.why))
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.sendall(pack(None))
+                connection.sendall(message)
                 connection.shutdown(socket.SHUT_WR)
 
     def _watch(self, process: int, connection: socket.socket) -> None:
@@ -292,7 +297,8 @@ def launches(host: str) -> Iterator[Iterator[Launch]]:
 
     host: the name or address of process 0's machine. If the block raises, process 0 gets the error.
 
-    The iterator raises ProcessLostError if process 0 ends otherwise.
+    The iterator raises ProcessLostError if process 0 ends otherwise, or closes its engine because
+    another process has ended.
     """
     port, secret = _shared(0)
     try:
@@ -318,6 +324,8 @@ def _launches(connection: socket.socket) -> Iterator[Launch]:
             raise ProcessLostError(0, str(error)) from error
         if message is None:
             return
+        if isinstance(message, tuple):
+            raise ProcessLostError(*message)
         if not isinstance(message, Launch) or message.name not in LAUNCHES:
             raise ValueError("process 0 has sent a message that launches no program")
         yield message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -163,6 +164,37 @@ def test_only_processes_with_the_secret_are_taken(monkeypatch):
                 pool.submit(processes._accepted, server, secret).result(4)
         finally:
             has_ended.set()
+
+
+def test_a_lost_process_is_an_error_in_the_others(monkeypatch):
+    ports, lost = queue.Queue(), queue.Queue()
+
+    def shared(port):
+        if port:
+            ports.put(port)
+            ports.put(port)
+        return port or ports.get(), b"secret".ljust(32)
+
+    def follow(number):
+        this.number = number
+        with processes.launches("127.0.0.1") as received:
+            if number == 1:
+                raise RuntimeError("out of memory")
+            return list(received)
+
+    this = threading.local()
+    monkeypatch.setattr(processes, "_shared", shared)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: this.number)
+    with ThreadPoolExecutor() as pool:
+        first, second = (pool.submit(follow, number) for number in (1, 2))
+        followers = processes.Followers("127.0.0.1", lost.put)
+        assert "RuntimeError: out of memory" in str(lost.get(timeout=10))
+        followers.close()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.result(10)
+        with pytest.raises(ProcessLostError, match=r"process 1 .* \(RuntimeError: out of memory"):
+            second.result(10)
 
 
 def test_where_an_engine_leads(tiny, monkeypatch):

@@ -22,7 +22,7 @@ pytest.importorskip("compressed_tensors")
 
 from safetensors.torch import load_file, save_file
 
-from tests.mpjax.checkpoint.test_expert_parity import MODELS
+from tests.mpjax.checkpoint.test_expert_parity import MODELS as OTHERS
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     TWO_LAYERS,
     build,
@@ -36,11 +36,18 @@ compressors = pytest.importorskip("compressed_tensors.compressors")
 quantization = pytest.importorskip("compressed_tensors.quantization")
 match_name = pytest.importorskip("compressed_tensors.utils").match_name
 
+COMMAND = {
+    **{**TWO_LAYERS, "first_k_dense_replace": 1, "num_experts": 6, "num_experts_per_tok": 3},
+    **{"num_shared_experts": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    **{"head_dim": 32, "sliding_window": 8, "logit_scale": 0.5},
+}
+MODELS = OTHERS | {"command-a-plus": ("Cohere2Moe", COMMAND)}
 # Sizes, and what `ignore` names: routers, but not `mlp.gate_proj` of a dense layer, which the first
 # has; and attention of the second.
 MIXTURES = {
     "qwen3-moe": ({"mlp_only_layers": [0], **TWO_LAYERS}, ["lm_head", "re:.*mlp.gate$"]),
     "mixtral": ({}, ["lm_head", "re:.*block_sparse_moe.gate", "re:.*self_attn.*"]),
+    "command-a-plus": ({}, ["lm_head", "re:.*mlp.gate$"]),
 }
 INTEGERS, FP8 = compressed_integers(), compressed_fp8("channel", "token")
 # Experts in integers beside other maps in FP8, each in a group with a layout of its own.
@@ -58,6 +65,7 @@ CASES = {
     "fp8": ("qwen3-moe", FP8, "WFP8gKA16KV16"),
     "mixed": ("qwen3-moe", MIXED, "WFP8gK+W4g32A16KV16"),
     "mixtral": ("mixtral", INTEGERS, None),
+    "command-a-plus": ("command-a-plus", INTEGERS, None),
 }
 
 
@@ -99,7 +107,9 @@ def write(folder, name, written, said=None, **sizes):
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("case", ["integers", *map(in_sweep, ("fp8", "mixed", "mixtral"))])
+@pytest.mark.parametrize(
+    "case", ["integers", "command-a-plus", *map(in_sweep, ("fp8", "mixed", "mixtral"))]
+)
 def test_logits(case, tmp_path, request):
     name, written, precision = CASES[case]
     write(tmp_path, name, written)

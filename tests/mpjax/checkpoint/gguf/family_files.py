@@ -7,7 +7,7 @@ rules of llama.cpp's conversion: the reader's tables are used nowhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -386,8 +386,27 @@ def write(
     writer.close()
 
 
+def round_exactly(parameters: Iterable[Any]) -> None:
+    """Gives matrices among them random codes times a power of two, which Q8_0 holds exactly.
+
+    Each 32 neighbours, of rows and of columns, have a largest code, which sets their scale.
+    """
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in (each for each in parameters if each.ndim > 1):
+            inputs, outputs = parameter.shape[-2:]
+            codes = rng.integers(-127, 128, parameter.shape)
+            at_most = np.add.outer(np.arange(inputs), np.arange(outputs)) % 32 == 0
+            codes = np.where(at_most, 127, codes)
+            scale = 2.0 ** -round(np.log2(50 * min(inputs, outputs) ** 0.5))
+            parameter.copy_(torch.from_numpy(np.float32(codes * scale)))
+
+
 def written(name: str, folder: Any, **more: Any) -> Any:
-    """transformers' model of a case, and its GGUF file in the folder. more: of config.json."""
+    """transformers' model of a case, and its GGUF file in the folder, of experts in Q8_0.
+
+    more: of config.json.
+    """
     family, changes = CASES[name]
     architecture = f"{family}ForCausalLM"
     sizes = {"vocab_size": len(VOCABULARY), "pad_token_id": None}
@@ -395,8 +414,12 @@ def written(name: str, folder: Any, **more: Any) -> Any:
     model = build(
         architecture, {key: value for key, value in hf.items() if key != "head_dim" or value}
     )
+    kind = None
+    if any("experts" in path for path, _ in model.named_parameters()):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        round_exactly(model.parameters())
     model.save_pretrained(folder / "hf")
     tensors = load_file(folder / "hf" / "model.safetensors")
     # Gemma 4's sizes by kind of layer are in `hf` alone.
-    write(folder / "m.gguf", name, hf | model.config.to_dict(), tensors)
+    write(folder / "m.gguf", name, hf | model.config.to_dict(), tensors, kind)
     return model

@@ -9,6 +9,7 @@ import pytest
 
 import mpjax
 from mpjax.errors import CheckpointError
+from tests.mpjax.checkpoint.gguf.family_files import round_exactly
 from tests.mpjax.checkpoint.gguf.write_gguf import TOKENS as VOCABULARY
 from tests.mpjax.checkpoint.gguf.write_gguf import gguf, vocabulary
 from tests.mpjax.checkpoint.test_huggingface_parity import reference_logits
@@ -303,13 +304,19 @@ def case(request):
     family, base = FAMILIES[name]
     sizes = {"vocab_size": len(VOCABULARY), "tie_word_embeddings": "lfm2" in request.param}
     model = build(family, base | changes | sizes)
-    return request.param, model, write(request.param, model)
+    round_exactly(each for path, each in model.named_parameters() if ".experts." in path)
+    return request.param, model, write(request.param, model, ("_exps",))
 
 
 def test_logits_are_those_of_the_model(case, tmp_path):
-    _, model, data = case
+    """With experts in Q8_0, whose codes are kept."""
+    name, model, data = case
     (tmp_path / "m.gguf").write_bytes(data)
-    lm = mpjax.load(tmp_path / "m.gguf", precision="W32A32KV16", dtype="float32")
+    lm = mpjax.load(tmp_path / "m.gguf", dtype="float32")
+    counts = lm.summary()["linear_maps"]
+    assert {*counts.get("mlp.experts.down", ())} == (
+        {"W8g32sym"} if "expert_count" in KEYS[name] else set()
+    )
     expected = reference_logits(model, TOKENS)
     assert abs(expected).max() > 1
     found = np.asarray(lm.model(TOKENS.astype(np.int32)))

@@ -42,7 +42,7 @@ FAMILIES = (
 # One for each mechanism; the engine's programs of a family take seconds to compile.
 GREEDY = (
     "Apertus",
-    "Cohere2",
+    "Cohere2Moe",
     "Ernie4_5_Moe",
     "HunYuanDenseV1",
     "Llama4",

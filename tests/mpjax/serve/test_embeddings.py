@@ -61,6 +61,9 @@ def test_pairs_of_an_embedding_model_have_cosines(client, lm):
     found = client.post("/v1/score", json=body).json()["data"]
     one, *_ = vectors = mpjax.embed(lm, TEXTS)
     np.testing.assert_allclose([each["score"] for each in found], vectors @ one, atol=1e-5)
+    body = {"model": "tiny", "query": TEXTS[0], "documents": TEXTS}
+    ranked = client.post("/v1/rerank", json=body).json()["results"]
+    assert [each["index"] for each in ranked] == np.argsort(-(vectors @ one)).tolist()
 
 
 def test_a_classifier_ranks_documents(classifier):

@@ -347,7 +347,8 @@ class LanguageModel:
         tied to the embedding, of the head. `eight_bit_blocks` is the number of 8-bit activation
         blocks, and of all blocks, in W4Ax, and otherwise None. `hadamard_block` is the block size
         of the Hadamard transform before down projections, or None. `sampling` has the keys of
-        generation_config.json, or is None.
+        generation_config.json, or is None. `answers` is "tokens", "embeddings" of a model without a
+        head, or "scores" of a classifier, and `labels` the number of these scores, or None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -359,6 +360,8 @@ class LanguageModel:
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
         return {
             "model": self.model.family_name,
+            "answers": "tokens" if config.predicts else "scores" if config.labels else "embeddings",
+            "labels": config.labels,
             "source": str(self.source),
             "precision": self.precision,
             "num_layers": config.num_layers,
@@ -386,8 +389,13 @@ class LanguageModel:
             "heads": "for each head, for KVfp8",
             "channels": "for each channel, for KV8s",
         }
+        answers = {
+            "scores": f"{found['labels']} scores of a text, with mpjax.score",
+            "embeddings": "embeddings of texts, with mpjax.embed",
+        }
         rows = [
             ("model", f"{found['model']} from {found['source']}"),
+            *([] if self.config.predicts else [("answers", answers[found["answers"]])]),
             ("precision", found["precision"]),
             ("layers", str(found["num_layers"])),
             ("hidden size", str(found["hidden_size"])),
@@ -405,7 +413,8 @@ class LanguageModel:
         if (block := found["hadamard_block"]) is not None:
             rows.append(("before down", f"Hadamard's transform of blocks of {block} channels"))
         for path, table in found["tables"].items():
-            tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
+            is_tied = self.config.predicts and len(found["tables"]) == 1
+            tied = ", and the head is tied to it" if is_tied else ""
             rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))
         for kind, count in found["linear_maps"].items():
             text = ", ".join(

@@ -46,23 +46,24 @@ which are rounded, "also loads as" the --precision that generate, chat, serve
 and convert take, and "on this device" the context that the free memory holds.
 
 \b
-The keys of --json: model, source, precision, num_layers, hidden_size,
-num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
-other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
-number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
-the blocks of activations in 8 bits, and all; else null), hadamard_block
-(channels of the blocks mixed before down projections, or null), tables
-(format and bytes of the embedding and the head), sampling (the model's own,
-with the keys of generation_config.json, or null), contents (what the files
-hold and what becomes of it; null of a saved model), activations (the choice
-that an FP8 checkpoint needs, or null), cache (the cache that the checkpoint
-was made for, where there is none like it, or null), rounded (what is lost by
-loading, or null), other_precisions (that can be asked for, and the bytes of
-all weights in each), tokenizer (tokens, chat_templates, stop_tokens; or
-null), state_bytes (of a sequence, beside its pages, in layers that keep a
-state), memory_bytes (by KV format and number of tokens: weights, and the
-cache of one sequence), free_bytes (of the device; null where unknown), and
-can_run (true).
+The keys of --json: model, answers (tokens, embeddings, or a classifier's
+scores), labels (the number of scores, or null), source, precision,
+num_layers, hidden_size, num_heads, num_kv_heads, max_position_embeddings,
+parameters, packed_bytes, other_bytes, dtype, cache_scales (heads, channels
+or null), linear_maps (the number of layers for each kind of map and format),
+eight_bit_blocks (of W4Ax: the blocks of activations in 8 bits, and all;
+else null), hadamard_block (channels of the blocks mixed before down
+projections, or null), tables (format and bytes of the embedding and the
+head), sampling (the model's own, with the keys of generation_config.json, or
+null), contents (what the files hold and what becomes of it; null of a saved
+model), activations (the choice that an FP8 checkpoint needs, or null), cache
+(the cache that the checkpoint was made for, where there is none like it, or
+null), rounded (what is lost by loading, or null), other_precisions (that can
+be asked for, and the bytes of all weights in each), tokenizer (tokens,
+chat_templates, stop_tokens; or null), state_bytes (of a sequence, beside its
+pages, in layers that keep a state), memory_bytes (by KV format and number of
+tokens: weights, and the cache of one sequence), free_bytes (of the device;
+null where unknown), and can_run (true).
 Of a model that can't run, what was found is shown, and the error says what is
 in the way; with --json, can_run is false and in_the_way has that sentence.
 """

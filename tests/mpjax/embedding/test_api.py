@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 import mpjax
+from mpjax.cli.info import inspect
 from mpjax.embedding.pooling import Pooling
 from mpjax.errors import CheckpointError
 from mpjax.models.registry import causal
@@ -55,6 +56,7 @@ def test_a_model_without_a_head_embeds_the_last_token(embedder):
     folder, model = embedder
     lm = mpjax.load(folder, progress=False)
     expected = np.stack([hidden(model, lm.tokenizer.encode(text))[-1] for text in TEXTS])
+    assert ("answers", "embeddings of texts, with mpjax.embed") in inspect(folder).describe()
     found = mpjax.embed(lm, TEXTS)
     np.testing.assert_allclose(found, unit(expected), atol=1e-5)
     np.testing.assert_allclose(mpjax.embed(lm, TEXTS[0]), found[0], atol=1e-6)
@@ -134,6 +136,8 @@ def test_classifiers(family, tmp_path):
     with torch.no_grad():
         expected = np.concatenate([model(torch.tensor([each])).logits.numpy() for each in ids])
     assert expected.shape[1] == (3 if labels else 2)
+    said = f"{expected.shape[1]} scores of a text, with mpjax.score"
+    assert ("answers", said) in inspect(tmp_path).describe()
     found = mpjax.score(lm, TEXTS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * abs(expected).max())
     pairs = mpjax.score(lm, TEXTS, TEXTS[::-1])

@@ -28,6 +28,7 @@ from tests.mpjax.checkpoint.test_hybrid_families import (
     prompts,
 )
 from tests.mpjax.checkpoint.write_checkpoint import FP8, pack_module_fp8
+from tests.sweeps import in_sweep, is_asked_for
 
 torch = pytest.importorskip("torch")
 
@@ -88,7 +89,7 @@ def logits(model, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
 
 
-def test_logits_greedy_tokens_and_an_engine(family):
+def test_logits_greedy_tokens_and_an_engine(family, request):
     name, model, folder = family
     lm = dataclasses.replace(
         mpjax.load(folder, dtype="float32", precision="W32A32KV16"), page_size=16
@@ -105,7 +106,8 @@ def test_logits_greedy_tokens_and_an_engine(family):
         likeliest = logits(model, np.concatenate([row, new])[None])[0].argmax(-1)
         np.testing.assert_array_equal(new, likeliest[len(row) - 1 : -1])
     assert len(np.unique(found)) > 3
-    if name == "mistral4":  # has what v3 has, and queries that grow with positions
+    # mistral4 has what v3 has, and queries that grow with positions.
+    if name == "mistral4" or is_asked_for(request.config):
         check_engine(lm, [*rows, rows[0][3:]], found.tolist())
 
 
@@ -206,10 +208,12 @@ def test_a_text_model_of_one_that_reads_images(tmp_path):
     assert abs(found - expected).max() < 1e-5 * abs(expected).max()
 
 
-def test_blocks_in_fp8(tmp_path):
+@pytest.mark.parametrize("name", ["v3", in_sweep("v3.2")])
+def test_blocks_in_fp8(name, tmp_path):
     """As DeepSeek's own files. The map from latents becomes an array in 16 bits, or float32."""
     sizes = {"hidden_size": 128, "kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32}
-    model = build("DeepseekV3", {**FAMILIES["v3"][1], **sizes})
+    kind, changes = FAMILIES[name]
+    model = build(kind, {**changes, **sizes})
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, weight in maps_of(model, tmp_path):

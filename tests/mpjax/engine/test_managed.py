@@ -286,7 +286,7 @@ def test_memory_stays_as_it_is_over_many_updates(engine, others):
         return sum(x.nbytes for x in jax.live_arrays())
 
     few = run(3)
-    assert run(20) <= few  # arrays of earlier tests may be freed meanwhile
+    assert run(200) <= few  # arrays of earlier tests may be freed meanwhile
 
 
 @pytest.mark.parametrize(

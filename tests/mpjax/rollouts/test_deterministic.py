@@ -38,19 +38,26 @@ def trainer_of(lm):
     return of_row
 
 
-def check(lm, text, requests, pages, chunk):
-    """Requests (prompt, new tokens, the step in which it comes) have the trainer's numbers."""
+def check(lm, text, requests, pages, chunk, **how):
+    """Requests (prompt, new tokens, the step in which it comes) have the trainer's numbers.
+
+    how: further arguments of the engine.
+    """
     trainer = trainer_of(lm)
-    with make_engine(lm, text, max_tokens=LONGEST, page_size=16, chunk_tokens=128) as engine:
+    # Proposals are accepted where texts repeat themselves.
+    sampling = DRAWN | {"temperature": 0.0 if "speculate" in how else 1.0}
+    how |= {"max_tokens": LONGEST, "page_size": 16, "chunk_tokens": 128}
+    with make_engine(lm, text, **how) as engine:
         resize(engine, pages=pages, chunk=chunk)
         handles, left, number = [], sorted(requests, key=lambda request: request[2]), 0
         while left or engine.has_work:
             while left and left[0][2] <= number:
                 prompt, new, _ = left.pop(0)
-                options = {"sampling": DRAWN, "max_new_tokens": new}
+                options = {"sampling": sampling, "max_new_tokens": new}
                 handles.append((prompt, engine.submit(prompt, seed=len(prompt), **options)))
             engine.step()
             number += 1
+        assert engine.statistics()["accepted_tokens"] > 0 or "speculate" not in how
     for prompt, handle in handles:
         expected = trainer(prompt + handle.tokens)[len(prompt) - 1 :]
         assert bits(handle.logprobs) == bits(expected)
@@ -98,7 +105,7 @@ def test_the_sampler_has_the_trainer_s_bits(models, name, requests, pages, chunk
     check(models[name], str(models[name].kv_format), requests, pages, chunk)
 
 
-def check_uneven(lm):
+def check_uneven(lm, **how):
     """Behind shared prefixes, in chunks of one page, preempted and among others."""
     rng = np.random.default_rng(0)
     shared = [7 + i for i in range(20)]
@@ -106,13 +113,17 @@ def check_uneven(lm):
         (shared * (number % 2) + rng.integers(1, 2000, 5 + 4 * number).tolist(), 24, number // 2)
         for number in range(5)
     ]
-    check(lm, "KV8", requests, pages=9, chunk=16)
+    check(lm, "KV8", requests, pages=9, chunk=16, **how)
 
 
 @pytest.mark.gpu
 def test_a_gpu_s_sampler_has_the_trainer_s_bits(tmp_path):
     folder = write_tiny_model(tmp_path / "tiny", layers=2, head_dim=64)
     check_uneven(mpjax.load(folder, precision="W4A16KV8", dtype="bf16", deterministic=True))
+
+
+def test_a_speculating_sampler_has_the_trainer_s_bits(models):
+    check_uneven(models["KV8"], speculate=mpjax.Ngram(k=3, n=1))
 
 
 def test_a_divided_model_s_sampler_has_the_trainer_s_bits(two_layers_folder):

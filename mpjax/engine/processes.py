@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import math
 import secrets
 import selectors
 import socket
@@ -107,14 +108,19 @@ def unpack(head: bytes, body: bytes) -> Any:
         if "array" in value:
             name, *shape = value["array"]
             dtype, begin = jnp.dtype(name), at
-            at += dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            at += dtype.itemsize * math.prod(shape)
+            if min(shape, default=0) < 0 or at > len(body):
+                raise ValueError(f"an array of shape {shape} in {len(body)} bytes")
             return np.frombuffer(body[begin:at], dtype).reshape(shape)
         kind = value.pop("kind")
         return KINDS[kind](**{name: read(one) for name, one in value.items()})
 
     try:
-        return read(json.loads(head))
-    except (KeyError, TypeError, ValueError) as error:
+        message = read(json.loads(head))
+        if at != len(body):
+            raise ValueError(f"{len(body)} bytes for arrays of {at}")
+        return message
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a message of another process can't be read: {error!r}") from error
 
 
@@ -207,7 +213,7 @@ class Followers:
     def _watch(self, process: int, connection: socket.socket) -> None:
         """Waits for the end of a process; it says why, if it can."""
         why = "its connection has ended"
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # whatever it has sent, it is lost
             why = str(_message(connection))
         if not self._is_closed:
             self._lose(self._end_of(process, why))

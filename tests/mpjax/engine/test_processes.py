@@ -135,9 +135,11 @@ def test_a_launch_is_read_as_it_was_written(tiny):
     assert jax.tree.all(jax.tree.map(np.array_equal, found.arguments[0], step))
     assert found.arguments[1] == Decode((), 4, True, (), 5)
     assert (found.name, found.how) == ("decode", (("greedy", True),))
-    for wrong in (b"[", b'{"kind": "open"}', b'{"array": ["object", 1]}', b"\xff"):
+    wrong = [b"[", b'{"kind": "open"}', b'{"array": ["object", 1]}', b"\xff", b"1", b"[" * 100_000]
+    wrong += [b'{"array": ["int8", %d]}' % count for count in (-1, len(body) + 1, 2**70)]
+    for one in wrong:
         with pytest.raises(ValueError, match="a message of another process can't be read"):
-            unpack(wrong, body)
+            unpack(one, body)
 
 
 def test_only_processes_with_the_secret_are_taken(monkeypatch):

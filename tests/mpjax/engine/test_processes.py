@@ -60,6 +60,7 @@ def metrics(port):
 @pytest.fixture
 def servers(tiny_folder):
     """The two processes of a server, and its port; they share no terminal with the test."""
+    pytest.importorskip("uvicorn")
     port, coordinator = free_port(), f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "mpjax", "serve", "--model", str(tiny_folder)]
     command += ["--slots", "2", "--max-tokens", "256", "--chunk-tokens", "16", "--port", str(port)]
@@ -86,7 +87,6 @@ def servers(tiny_folder):
 
 def test_two_processes_serve_a_model(servers, tiny):
     """The tokens are those of one process; without a follower requests end with its number."""
-    pytest.importorskip("uvicorn")
     (leader, follower), port = servers
     alone = mpjax.generate(tiny, [PROMPT], max_new_tokens=12, sampling={"temperature": 0})
     assert asked(port, ANSWERED)[1]["choices"][0]["text"] == alone.text[0]
@@ -116,7 +116,6 @@ def test_two_processes_serve_a_model(servers, tiny):
 
 
 def test_ctrl_c_ends_all_processes(servers):
-    pytest.importorskip("uvicorn")
     (leader, follower), port = servers
     assert asked(port, None, "models")[0] == 200  # from now on uvicorn reads signals
     leader.send_signal(signal.SIGINT)

@@ -125,13 +125,16 @@ class Untold:
             self._received[one.row] = one if before is None else before + one
 
     def may_wait(self, pending: Pending | None, steps: int) -> bool:
-        """Whether all tokens may wait for the next program. pending: the program under way.
+        """Whether all tokens may wait for the next program, drawn with the same weights.
 
-        steps: the most steps whose tokens requests get at once.
+        pending: the program under way. steps: the most steps whose tokens requests get at once.
         """
         if pending is None or not pending.is_masked or len(pending.drawers) < MANY_ROWS:
             return False
-        return all(it.goes_on and it.programs < steps for it in self._received.values())
+        return all(
+            it.goes_on and it.programs < steps and it.new.weights == pending.weights
+            for it in self._received.values()
+        )
 
     def take(self) -> list[Received]:
         """Pops the tokens of rows that still have their slot."""

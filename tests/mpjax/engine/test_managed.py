@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.engine import pending
 from mpjax.engine.calls import count_programs
 from tests.mpjax.conftest import write_tiny_model
 from tests.mpjax.engine.conftest import is_clean, make_engine, require_order
@@ -83,6 +84,25 @@ def test_each_token_has_the_version_that_drew_it(engine, others, said):
     assert (shared.tokens, shared.shared_tokens) == (said[1], 64)
     assert count_programs() == programs
     assert is_clean(engine)
+
+
+def test_tokens_that_requests_get_later_have_the_version_that_drew_them(folder, monkeypatch):
+    """Where tokens of several steps wait, as where requests get each step's tokens at once."""
+    lm, found = mpjax.load(folder), []
+    with make_engine(lm, table_states=0, steps=8) as engine:
+        for rows in (2, 1):
+            monkeypatch.setattr(pending, "MANY_ROWS", rows)
+            before = lm.version
+            handle = engine.submit(
+                PROMPT[:3], max_new_tokens=NEW, constraint=mpjax.Regex("[a-z]{200}")
+            )
+            for _ in range(7):
+                told = engine.step()
+            mpjax.update(lm, nnx.state(lm.model))
+            found.append([version - before for version in handle.result().weights])
+    assert not told  # the tokens wait
+    assert found[0] == found[1]
+    assert {*found[0]} == {0, 1}
 
 
 def test_pages_of_requests_that_go_on_are_not_shared(engine, others, said):

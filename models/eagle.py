@@ -180,7 +180,7 @@ def with_eagle(
 
 
 def with_usual_eagle(config: DecoderConfig, vocabulary: int, taps: Any = None) -> DecoderConfig:
-    """The configuration with a head of the model's own sizes.
+    """The configuration with a head of the model's own sizes, without a rotary scaling.
 
     vocabulary: of the head. taps: as for `with_eagle`; None for the usual ones.
     """
@@ -188,6 +188,7 @@ def with_usual_eagle(config: DecoderConfig, vocabulary: int, taps: Any = None) -
         config,
         layers=llama_layers((None,), config.intermediate_size),
         rotary_dim=None,
+        rope_scaling=None,
         tie_word_embeddings=False,
         packed_tables=(),
     )

@@ -249,11 +249,13 @@ def write_drafter(model: Decoder, folder: Path) -> None:
 
 
 def _written_config(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a head's config.json, without a rotary scaling."""
+    """The keys of the config.json of a head, which has no rotary scaling."""
     layer = config.layers[-1]
     spec, mlp = layer.attention, layer.mlp
     assert isinstance(spec, EagleSpec)
     assert mlp is not None
+    scaling = config.rope_scaling if spec.attention.rope == "global" else spec.attention.scaling
+    assert scaling is None, "a head with a rotary scaling, which config.json would not have"
     heads, kv_heads, head_dim = spec.attention.sizes(config)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -12,11 +13,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import mpjax
-from mpjax.checkpoint.drafter import write_drafter
+from mpjax.checkpoint.drafter import add_drafter, write_drafter
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, QuantizedTensor
-from mpjax.models.eagle import tokens_place, with_eagle
-from tests.models.small import eagle_model, small_config, small_model
+from mpjax.models.config import RopeScaling
+from mpjax.models.eagle import tokens_place, with_eagle, with_usual_eagle
+from tests.models.small import CONFIG, eagle_model, small_config, small_model
 from tests.mpjax.checkpoint.test_huggingface_parity import edit_config
 
 OPTIONS = {"max_new_tokens": 12, "sampling": {"temperature": 0}}
@@ -165,3 +167,17 @@ def test_folders_without_a_readable_head_are_refused(folder, tmp_path):
         load(5)
     with pytest.raises(ValueError, match="is not empty: choose another folder"):
         write_drafter(load(folder).model, folder)
+
+
+def test_a_head_is_read_as_it_was_trained_if_the_model_has_a_rotary_scaling(tmp_path):
+    scaling = RopeScaling("llama3", 8.0, original_context=64)
+    config = dataclasses.replace(CONFIG, rope_scaling=scaling)
+    model = small_model(with_usual_eagle(config, config.vocab_size))
+    ids = jnp.arange(config.vocab_size, dtype=jnp.int32)
+    model.put_array(tokens_place(model.config), ids)
+    write_drafter(model, tmp_path / "head")
+    read = add_drafter(model.without_drafts(), tmp_path / "head")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, 40)))
+    hidden = jax.random.normal(jax.random.key(0), (1, 40, config.hidden_size))
+    found, expected = (each.draft_whole(tokens, hidden)[0] for each in (read, model))
+    np.testing.assert_array_equal(found, expected)

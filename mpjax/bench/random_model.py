@@ -14,9 +14,21 @@ from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlace
 from mpjax.models.division import Division
 from mpjax.models.eagle import EagleSpec, tokens_place
+from mpjax.models.presets import published
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
 from mpjax.quantization.blocks import is_folded
+
+
+def published_layers(name: str, layers: int | None) -> tuple[type[Decoder], DecoderConfig]:
+    """The class and the config of a published model, or of its first layers.
+
+    Raises ValueError for an unknown name, and for more layers than the model has.
+    """
+    decoder, config = published(name)
+    if layers is not None and layers > config.num_layers:
+        raise ValueError(f"layers is {layers}, and {name} has {config.num_layers}")
+    return decoder, dataclasses.replace(config, layers=config.layers[:layers])
 
 
 def random_model(

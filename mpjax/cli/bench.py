@@ -7,7 +7,6 @@ reference.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import importlib.util
 import sys
@@ -352,13 +351,12 @@ def generate_command(
 
 
 def _of_model(name: str, layers: int | None, sweep: type, settings: dict[str, Any]) -> Any:
-    """The sweep of a published model, or of its first layers."""
-    from mpjax.models.presets import published
+    """The sweep of a published model, or of its first layers, or of `--model`."""
+    from mpjax.bench.random_model import published_layers
 
-    decoder, config = published(name)
-    if layers is not None and layers > config.num_layers:
-        raise ValueError(f"layers is {layers}, and {name} has {config.num_layers}")
-    config = dataclasses.replace(config, layers=config.layers[:layers])
+    if settings.get("model") and (layers is not None or name != SHAPES):
+        raise ValueError("--shapes and --layers choose random weights, but --model is given")
+    decoder, config = published_layers(name, layers)
     return sweep(**settings, config=config, decoder=decoder)
 
 

@@ -27,6 +27,7 @@ MESSAGES = {
         "generate --prompt-tokens 50000,x": (2, "'x' is not a number"),
         "serve --prompt-tokens x": (2, "can't read the lengths 'x'"),
         "serve --precision W4A32KV8": (2, "random weights are all in one format"),
+        "serve --model m --layers 4": (2, "--layers choose random weights, but --model is given"),
         "serve --no-engine": (2, "nothing is measured without an engine"),
         "serve --no-engine --static 4 --trace t.json": (2, "--no-engine runs none"),
         "mixers --shapes gpt-2": (2, "unknown shape 'gpt-2'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import operator
 import os
 from collections.abc import Iterable
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.arguments import positive_whole
+from mpjax.arguments import positive_whole, require_documents
 from mpjax.checkpoint.drafter import require_empty, write_drafter
-from mpjax.kernels.checks import require_type, shown
+from mpjax.kernels.checks import require_type, shown, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config import ConfigError
@@ -42,7 +43,7 @@ class DrafterTraining:
     texts; None for all. layers: whose input streams the
     head reads; None for three: near both ends, and in the middle. seed: of the weights and rows.
 
-    Raises ValueError for numbers below 1.
+    Raises ValueError for values of other kinds or out of range.
     """
 
     steps: int = 600
@@ -61,9 +62,11 @@ class DrafterTraining:
             object.__setattr__(self, name, found)
         if self.layers is not None:
             object.__setattr__(self, "layers", _read_layers(self.layers))
-        if not isinstance(self.rate, int | float) or not self.rate > 0:
+        object.__setattr__(self, "seed", whole_number("DrafterTraining: seed", self.seed, 0))
+        is_number = isinstance(self.rate, int | float) and not isinstance(self.rate, bool)
+        if not is_number or not 0 < self.rate < math.inf:
             raise ValueError(
-                f"DrafterTraining: rate is {shown(self.rate)}: expected a positive number"
+                f"DrafterTraining: rate is {shown(self.rate)}: expected a positive, finite number"
             )
         if self.length < 2:
             raise ValueError("DrafterTraining: length is 1: expected 2 or more tokens in a row")
@@ -99,6 +102,7 @@ def train_drafter(
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_type("training", training, DrafterTraining)
+    require_documents(documents)
     lm.require_one_device("training a head of")
     lm.require_no_head("training a head of")
     lm.require_predictions()

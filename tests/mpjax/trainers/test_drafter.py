@@ -83,9 +83,14 @@ def test_what_cannot_be_trained_is_refused(lm, tmp_path):
         training = mpjax.DrafterTraining(steps=1, length=32, **settings)
         with pytest.raises(ValueError, match=words):
             mpjax.train_drafter(lm, [text], tmp_path / name, training)
+    with pytest.raises(ValueError, match=r"documents is a text: pass a list, \[text\]"):
+        mpjax.train_drafter(lm, TEXT, tmp_path / "head")
     for name, value, words in (
         ("steps", 0, "DrafterTraining: steps is 0"),
-        ("rate", -1, "rate is -1: expected a positive number"),
+        ("rate", -1, "rate is -1: expected a positive, finite number"),
+        ("rate", np.inf, "rate is inf: expected a positive, finite number"),
+        ("rate", True, "rate is True: expected a positive, finite number"),
+        ("seed", -1, "seed is -1: expected 0 or more, a whole number"),
         ("length", 1, "length is 1: expected 2 or more tokens"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from mpjax.kernels import Inbox, device, open_inbox, sum_over_devices
 from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.sums.api import why_no_inbox
-from mpjax.kernels.sums.plans import MOST_BYTES, Problem, plan_of
+from mpjax.kernels.sums.layout import MOST_BYTES
+from mpjax.kernels.sums.plans import Problem, plan_of
 from mpjax.models.state import StepContext
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, require_floats, require_type, shown, whole_number
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.invariance import is_batch_invariant
-from mpjax.kernels.sums.layout import MOST_DEVICES, UNIT, inbox_words
+from mpjax.kernels.sums.layout import MOST_BYTES, MOST_DEVICES, UNIT, inbox_words
 from mpjax.kernels.varying_axes import vary_alike
 
 Implementation = Literal["mosaic", "reference"]
@@ -39,13 +39,17 @@ def open_inbox(axis: str, most_bytes: int) -> Inbox:
 
     axis: the mesh's only axis. All devices are GPUs of one process that can write to one another's
         memory.
-    most_bytes: of an array to be summed; larger ones are summed by the reference.
+    most_bytes: of an array to be summed, at most 1 MiB; larger ones are summed by the reference.
 
     The devices wait for one another here, so open one inbox for many sums. Raises ValueError for
     arguments of other kinds, and UnsupportedError, with the reason, if the kernel can't run here.
     """
     devices = _count("open_inbox", axis)
     most_bytes = whole_number("open_inbox: most_bytes", most_bytes)
+    if most_bytes > MOST_BYTES:
+        raise device.UnsupportedError(
+            f"open_inbox: most_bytes is {most_bytes}: expected at most {MOST_BYTES}"
+        )
     if reason := why_no_inbox(axis):
         raise device.UnsupportedError(f"open_inbox: {reason}")
     from mpjax.kernels.sums import mosaic  # here, as importing it takes a while

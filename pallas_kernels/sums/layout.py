@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 MOST_DEVICES = 8  # of one host
+MOST_BYTES = 1 << 20  # of a sum by the kernel, whose threads hold all their units in registers
 MOST_PROGRAMS = 128  # of a device; all run at once, since each waits for those of other devices
 WARPGROUPS = 2  # of a program
 UNIT = 16  # bytes of x that a thread loads at once

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from mpjax.kernels import plans
 from mpjax.kernels.device import Limits
 from mpjax.kernels.plans import Operation, Plan
-
-MOST_BYTES = 1 << 20  # of a sum by the kernel, which sends twice as many
+from mpjax.kernels.sums.layout import MOST_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,8 @@ def test_a_scalar_has_no_terms():
 def test_an_inbox_says_why_there_is_none():
     with pytest.raises(UnsupportedError, match="open_inbox: the default device is 'cpu'"):
         over(ONE, lambda x: open_inbox("model", 16) and x)(jnp.ones(2))
+    with pytest.raises(UnsupportedError, match="most_bytes is 1048577: expected at most 1048576"):
+        over(ONE, lambda x: open_inbox("model", (1 << 20) + 1) and x)(jnp.ones(2))
 
 
 def test_an_inbox_is_for_several_devices(pretend_gpu):

@@ -43,7 +43,9 @@ def gated_delta_rule(
     states after each sequence's real tokens. Padding may have any values. A single token is a step,
     and several are chunks of dense products. Everything is as exact as float32, but for kernels of
     chunks, which a GPU has for queries and keys in bfloat16: their products have 16 bits of each
-    number, so that errors are below 3e-5 of the largest output. Gradients are those of plain jnp.
+    number. With random keys their errors are below 3e-5 of the largest output or state. With keys
+    near one direction they are below 1e-4 for rates up to 1, and below 4e-4 for rates up to 2.
+    Gradients are those of plain jnp.
 
     Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range; and
     UnsupportedError, with the reason, if a requested implementation can't run.

@@ -58,6 +58,21 @@ def test_varlen_prompts_are_those_of_a_recurrence(gates, sizes, by_channel, inte
         require_alike(after[row], last, scale)
 
 
+def test_errors_with_keys_near_one_direction(interpreted):
+    """Without decay, and with rates of 1: inverses are largest where keys are alike."""
+    inputs = inputs_of(128, "kept", (1, 2, 32, 32), by_channel=True)
+    rng = np.random.default_rng(0)
+    key = rng.normal(size=(1, 1, 32)) * (-1.0) ** np.arange(128)[:, None, None]
+    key = jnp.asarray(key + 0.01 * rng.normal(size=(128, 1, 32)), jnp.bfloat16)
+    rate, decay = np.ones_like(inputs.rate), np.zeros_like(inputs.decay)
+    inputs = dataclasses.replace(inputs, key=key, rate=rate, decay=decay)
+    outputs, [after] = interpreted(inputs, np.zeros((1, 2, 32, 32), np.float32), jnp.array([128]))
+    expected, last = recurrence(inputs, np.zeros((2, 32, 32)))
+    scale = max(np.abs(expected).max(), np.abs(last).max())
+    require_alike(outputs, expected, scale, 1e-4)
+    require_alike(after, last, scale, 1e-4)
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_padded_prompts_and_gradients_are_those_of_plain_jnp(by_channel, interpreted):
     flat = inputs_of(2 * 20, "usual", (1, 2, 16, 16), by_channel=by_channel)

@@ -40,6 +40,15 @@ from mpjax.models.sharded import ShardedDecoder
 IS_TOKEN = "t2d"  # the tensor that marks the token ids of the head's vocabulary
 IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "norm_output")
+FIXED = {  # the only supported values of keys that change what a head computes
+    "fc_norm": False,
+    "use_sliding_window": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
 PICKLE = "pytorch_model.bin"
 
 
@@ -96,9 +105,10 @@ def _read_config(
     head = Llama.config_from_hf({**usual, **inner, **fixed})
     if len(head.layers) != 1:
         raise ConfigError(f"config.json: num_hidden_layers is {len(head.layers)}: expected 1")
-    for key, expected in (("target_hidden_size", base.hidden_size), ("fc_norm", False)):
-        if (given := hf.get(key)) is not None and given != expected:
-            raise ConfigError(f"config.json: {key} is {given!r:.80}: expected {expected}")
+    for key, expected in {"target_hidden_size": base.hidden_size, **FIXED}.items():
+        for given in (keys.get(key) for keys in (hf, inner, own)):
+            if given is not None and given != expected:
+                raise ConfigError(f"config.json: {key} is {given!r:.80}: expected {expected}")
     if vocabulary > base.vocab_size:
         raise ConfigError(
             f"config.json: draft_vocab_size is {vocabulary}: expected at most {base.vocab_size}, "

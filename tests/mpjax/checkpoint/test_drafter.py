@@ -140,6 +140,8 @@ def test_other_layouts(folder, tmp_path):
         ({}, {"hidden_size": 128}, "hidden_size is 128: expected 256, as in the model"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers is 2: expected 1"),
         ({}, {"fc_norm": True}, "fc_norm is True: expected False"),
+        ({}, {"use_sliding_window": True}, "use_sliding_window is True: expected False"),
+        ({}, {"eagle_config": {"use_aux_hidden_state": False}}, "_state is False: expected True"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, r"are \[2, 2\]: exp"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2"]}}, "expected numbers of"),
         ({"midlayer.x": np.zeros(1)}, {}, r"holds 1 tensor \(midlayer.x\) that the model has no"),

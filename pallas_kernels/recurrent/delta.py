@@ -44,8 +44,8 @@ def gated_delta_rule(
     and several are chunks of dense products. Everything is as exact as float32, but for kernels of
     chunks, which a GPU has for queries and keys in bfloat16: their products have 16 bits of each
     number. With random keys their errors are below 3e-5 of the largest output or state. With keys
-    near one direction they are below 1e-4 for rates up to 1, and below 4e-4 for rates up to 2.
-    Gradients are those of plain jnp.
+    near one direction and without decay, errors up to 1.5e-4 were measured at rates of 1, and up to
+    7.5e-4 at rates of 2. Gradients are those of plain jnp.
 
     Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range; and
     UnsupportedError, with the reason, if a requested implementation can't run.

@@ -136,7 +136,8 @@ def _rules(given: Mapping[str, Any], where: str, *, do_sample: bool) -> list[Tok
     found, ends, (_, banned) = [], _ends(given), _banned(given)
     given = {**given, "suppress_tokens": banned}
     for name, (accepts, expected, read) in KEYS.items():
-        if not given.get(name) or (name in NO_FILTER and not do_sample):
+        is_off = not do_sample if name in NO_FILTER else not given.get(name)
+        if is_off or name not in given:
             continue
         if not accepts(given[name]):
             raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected {expected}")

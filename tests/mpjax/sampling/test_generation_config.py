@@ -88,6 +88,7 @@ def test_the_authors_sampling_is_read(written, expected):
             {"no_repeat_ngram_size": 1.5},
             "file: no_repeat_ngram_size is 1.5: expected a whole number",
         ),
+        ({"typical_p": 0}, "file: typical_p is 0: expected a number above 0 and below 1"),
         (
             {"begin_suppress_tokens": ["a"]},
             "begin_suppress_tokens is .*: expected a list of token ids",

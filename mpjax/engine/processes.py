@@ -36,6 +36,7 @@ LAUNCHES = frozenset(
     ["extend", "decode", "forward", "choose", "begin_history", "begin_control", "clear", "copy"]
 )
 CONNECT_SECONDS = 60.0  # for all processes to connect
+MOST_STRANGERS = 64  # connections that have not shown the secret yet
 SECRET_WORDS = 8
 LENGTHS = struct.Struct("!II")  # bytes of a message's JSON, and of its arrays
 HELLO = struct.Struct(f"!{4 * SECRET_WORDS}sI")  # the secret, and the number of the process
@@ -265,7 +266,14 @@ def _accepted(server: socket.socket, secret: bytes) -> dict[int, socket.socket]:
                             stranger.setblocking(False)
                             strangers[stranger] = bytearray()
                             selector.register(stranger, selectors.EVENT_READ, stranger)
-                    elif _has_ended_hello(connection, strangers[connection]):
+                        if len(strangers) > MOST_STRANGERS:
+                            oldest = next(iter(strangers))
+                            selector.unregister(oldest)
+                            del strangers[oldest]
+                            oldest.close()
+                    elif connection in strangers and _has_ended_hello(
+                        connection, strangers[connection]
+                    ):
                         selector.unregister(connection)
                         given = strangers.pop(connection)
                         if len(given) == HELLO.size and hmac.compare_digest(given[:-4], secret):
@@ -274,11 +282,9 @@ def _accepted(server: socket.socket, secret: bytes) -> dict[int, socket.socket]:
                         else:
                             connection.close()
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for connection in (*strangers, *(found.values() if len(found) < others else ())):
+                connection.close()
     if len(found) < others:
-        for connection in found.values():
-            connection.close()
         missing = min(set(range(1, others + 1)) - set(found))
         why = f"it has not connected within {CONNECT_SECONDS:.0f} seconds"
         raise ProcessLostError(missing, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -142,8 +143,9 @@ def test_a_launch_is_read_as_it_was_written(tiny):
 
 
 def test_only_processes_with_the_secret_are_taken(monkeypatch):
-    """Neither a stranger that sends nothing nor many of them change how long process 0 waits."""
+    """Strangers that send nothing, or are many, don't change how long process 0 waits."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "MOST_STRANGERS", 3)
     server, has_ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
     address, secret = server.getsockname(), b"secret".ljust(32)
 
@@ -152,11 +154,14 @@ def test_only_processes_with_the_secret_are_taken(monkeypatch):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(processes.HELLO.pack(b"guessed", 1))
 
-    with server, ThreadPoolExecutor() as pool, socket.create_connection(address) as silent:
-        silent.sendall(b"s")
+    with server, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        oldest, *_ = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
+        oldest.sendall(b"s")
+        oldest.settimeout(4)
         pool.submit(knock)
         try:
             taken = pool.submit(processes._accepted, server, secret)
+            assert oldest.recv(1) == b""
             with socket.create_connection(address) as member:
                 member.sendall(processes.HELLO.pack(secret, 1))
                 taken.result(4)[1].close()

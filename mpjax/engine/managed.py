@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
+import mpjax
 from mpjax.engine import options as checks
+from mpjax.engine.alike import outline, require_alike
 from mpjax.engine.handle import CancelledError, Event
 from mpjax.engine.processes import Followers, launches
 from mpjax.engine.program_run import ProgramRun
@@ -34,6 +37,7 @@ class Managed(abc.ABC):
     _late: list[Event]  # of programs that were waited for between two steps
     _door: threading.Lock
     _is_closed: bool
+    max_tokens: int
     _followers: Followers | None = None
     _led_adapters: int  # the version of the model's adapters at `lead`
 
@@ -176,11 +180,13 @@ class Managed(abc.ABC):
         ProcessLostError that names it, and the engine closes; closing it ends the others' `follow`.
 
         Raises ValueError for another process, for a model that is not divided among the devices of
-        several, for an engine with requests, and for a host that is not of this machine; and
+        several, for an engine with requests, for a host that is not of this machine, and if a
+        process has another model or other arguments of its engine, as far as this is compared; and
         ProcessLostError if a process does not connect.
         """
         with self._turn:
             self._require_member(host, "lead")
+            require_alike(self._parts())
             self._led_adapters = self.lm.adapters.version
             self._followers = Followers(host, self._lose)
             self._runner.programs.tell = self._followers.tell
@@ -196,11 +202,25 @@ class Managed(abc.ABC):
         with self._turn:
             self._require_member(host, "follow")
             try:
+                require_alike(self._parts())
                 with launches(host) as received:
                     for launch in received:
                         self._runner.follow(launch)
             finally:
                 self._end_all("cancelled", CancelledError("the engine was closed"))
+
+    def _parts(self) -> dict[str, Any]:
+        """What is alike in all processes of an engine."""
+        model, runner, proposer = self.lm.model, self._runner, self._runner.proposer
+        plain = [it for it in (vars(proposer) if proposer else {}).items() if type(it[1]) is int]
+        return {
+            "versions of mpjax or JAX": (mpjax.__version__, jax.__version__),
+            "models": (type(model).__name__, self.lm.config, str(self.lm.precision)),
+            "weights": outline(nnx.state(model)),
+            "adapters": self.lm.adapters.names,
+            "sizes of engines": (runner.planner.sizes, self.max_tokens),
+            "proposers": (type(proposer).__name__, plain, outline(proposer)),
+        }
 
     @property
     def lost_process(self) -> Exception | None:

@@ -72,6 +72,7 @@ class Runner:
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
+        self.proposer = proposer
         self.programs = Programs(lm.for_device, sizes, proposer, lm.adapters)
         self._adapters = lm.adapters
         self.clock = Clock()

@@ -17,11 +17,13 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import mpjax
-from mpjax.engine import processes
+from mpjax.engine import alike, processes
 from mpjax.engine.filling import Layout, stepping
 from mpjax.engine.planner import Decode
 from mpjax.engine.processes import LENGTHS, Launch, pack, unpack
@@ -201,6 +203,28 @@ def test_a_lost_process_is_an_error_in_the_others(monkeypatch):
             first.result(10)
         with pytest.raises(ProcessLostError, match=r"process 1 .* \(RuntimeError: out of memory"):
             second.result(10)
+
+
+def test_processes_with_other_engines_are_refused(tiny, monkeypatch):
+    with (
+        make_engine(tiny) as engine,
+        make_engine(tiny) as same,
+        make_engine(tiny, "KV8", speculate=mpjax.Ngram(n=2)) as other,
+    ):
+        first = []
+
+        def gather(own):
+            first.append(own)
+            return np.stack([first[0], own])
+
+        monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+        alike.require_alike(engine._parts())
+        alike.require_alike(same._parts())
+        differing = "models, sizes of engines, proposers"
+        with pytest.raises(ValueError, match=f"process 1 and process 0 have different {differing}"):
+            alike.require_alike(other._parts())
+    one, two = (alike.outline({"norm": jnp.full(3, value)}) for value in (1, 2))
+    assert one != two
 
 
 def test_where_an_engine_leads(tiny, monkeypatch):

@@ -52,7 +52,8 @@ class GGUFSource(Source):
         whose head is not implemented.
         """
         # First, since it explains most about an unsupported file.
-        drafts = self.mtp and architectures.of(self.metadata).delta is not None
+        architecture = architectures.of(self.metadata)
+        drafts = self.mtp and architecture.delta is not None
         tensors = split_experts(self.header.tensors, self.path)
         return delta.read_layers(self.metadata, tensors, drafts=drafts)
 

@@ -51,7 +51,7 @@ MPJAX_API_KEY to a key that clients have to give. It needs two packages:
 pip install starlette uvicorn
 
 \b
-A model that is divided among the devices of two machines, one command on each:
+A model that is divided among the devices of two machines, a command on each:
   mpjax serve --model M --processes 2 --process 0 --coordinator 10.0.0.1:12355
   mpjax serve --model M --processes 2 --process 1 --coordinator 10.0.0.1:12355
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jax
@@ -93,7 +94,15 @@ batches = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["KV16", "KV8", "recurrent layers", "latents"])
+OLD_EMITTER = pytest.mark.skipif(
+    "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""),
+    reason="the older emitter of XLA's CPU programs rounds a step by the program around it",
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["KV16", "KV8", pytest.param("recurrent layers", marks=OLD_EMITTER), "latents"]
+)
 @settings(max_examples=3, deadline=None)
 @given(
     requests=batches,

@@ -81,7 +81,7 @@ MESSAGES = {
     },
     "train-drafter": {
         "{tiny} {tiny} --text {text}": (2, "is not empty: choose another folder"),
-        "{tiny} out --text {text} --rate 0": (2, "rate is 0.0: expected a positive number"),
+        "{tiny} out --text {text} --rate 0": (2, "rate is 0.0: expected a positive, finite"),
     },
     "tune": {
         "": (2, "exactly one of --model, --shapes"),

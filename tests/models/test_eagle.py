@@ -13,7 +13,7 @@ from mpjax.models import ConfigError
 from mpjax.models.eagle import with_eagle
 from mpjax.models.vocabulary import NEVER
 from tests.models.small import CONFIG, eagle_model, logits_of, small_config
-from tests.models.test_mtp import DRAFTS, TOKENS, prefill, propose, varlen, verify
+from tests.models.test_mtp import DRAFTS, TOKENS, propose, ragged_cache
 
 
 def rotated(heads, position, theta):
@@ -95,18 +95,7 @@ def test_logits_of_proposals(fields):
     model = eagle_model(fields=fields)
     whole = jax.jit(lambda model, x: model.inspect(x, capture={"residual": [1, 2, 3]})[1])
     seen = [np.asarray(x, np.float64)[0] for x in whole(model, TOKENS[None])["residual"].values()]
-    lengths = np.array([29, 20])
-    cache = model.create_cache(2, 40, "KV16", 16)
-    # Rows of 13 and 9 tokens, then of 12 and none, and at last 6 of which 4 and none are kept.
-    for counts in ((13, 9), (12, 0)):
-        starts, counts = np.asarray(cache.lengths), np.array(counts)
-        places = np.minimum(starts[:, None] + np.arange(13), len(TOKENS) - 1)
-        cache = prefill(model, TOKENS[places], counts, cache)
-    places = np.minimum(np.asarray(cache.lengths)[:, None] + np.arange(6), len(TOKENS) - 1)
-    window = np.where(np.arange(6) < 4, TOKENS[places], 1)
-    cache = verify(model, window, np.array([6, 6]), np.array([4, 0]), cache)
-    # Of the second row the others, one after another with none of the first.
-    cache = varlen(model, np.append(TOKENS[9:20], 0), np.array([0, 11]), cache)
+    cache, lengths = ragged_cache(model)
     expected = []
     for length in lengths:
         oracle = Oracle(model)

@@ -115,13 +115,14 @@ def propose(model, newest, drafts, cache):
     return jnp.stack(found, 1), model.forget(after, cache)
 
 
-def test_logits_of_proposals():
-    """Behind padded prompts in pieces, after rejected tokens, and behind varlen tokens."""
-    model = mtp_model()
-    hidden = np.asarray(model.hidden(jnp.asarray(TOKENS[None])), np.float64)[0]
+def ragged_cache(model):
+    """A cache of two rows with 29 and 20 of TOKENS, and these numbers.
+
+    Padded prompts come in pieces, then a step whose last tokens are rejected, then varlen tokens.
+    """
     lengths = np.array([29, 20])
     cache = model.create_cache(2, 40, "KV16", 16)
-    # Rows of 13 and 9 tokens, then of 12 and none, and at last 6 of which 4 and none are kept.
+    # 13 and 9 tokens, then 12 and none; then 6 of each row, of which 4 and none are kept.
     for counts in ((13, 9), (12, 0)):
         starts, counts = np.asarray(cache.lengths), np.array(counts)
         places = np.minimum(starts[:, None] + np.arange(13), len(TOKENS) - 1)
@@ -129,8 +130,15 @@ def test_logits_of_proposals():
     places = np.minimum(np.asarray(cache.lengths)[:, None] + np.arange(6), len(TOKENS) - 1)
     window = np.where(np.arange(6) < 4, TOKENS[places], 1)
     cache = verify(model, window, np.array([6, 6]), np.array([4, 0]), cache)
-    # Of the second row the others, one after another with none of the first.
-    cache = varlen(model, np.append(TOKENS[9:20], 0), np.array([0, 11]), cache)
+    # The last 11 tokens of the second row.
+    return varlen(model, np.append(TOKENS[9:20], 0), np.array([0, 11]), cache), lengths
+
+
+def test_logits_of_proposals():
+    """After padded prompts in pieces, rejected tokens, and varlen tokens."""
+    model = mtp_model()
+    hidden = np.asarray(model.hidden(jnp.asarray(TOKENS[None])), np.float64)[0]
+    cache, lengths = ragged_cache(model)
     np.testing.assert_array_equal(cache.lengths, lengths)
     drafts = np.array([DRAFTS, DRAFTS])
     expected = []

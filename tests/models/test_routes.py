@@ -75,7 +75,7 @@ def test_a_trainer_replays_what_a_sampler_chose():
 
 
 def test_an_engine_returns_routes_of_its_requests():
-    """Of prompt and new tokens but the last, in chunks, also behind a prefix that others share."""
+    """Routes of all tokens but the last, prefilled in chunks and after a shared prefix."""
     lm = mpjax.LanguageModel(MODEL, None, KVFormat(), Path(), 16)
     prompts = [[*range(1, 25), 30], [*range(1, 25), 31, 32]]
     with mpjax.Engine(lm, slots=2, max_tokens=64, chunk_tokens=16, cache_memory=1 << 24) as engine:

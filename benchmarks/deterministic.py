@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="W4A16KV16", help="by default %(default)s")
     parser.add_argument("--small", action="store_true", help="a small shape, for a CPU")
     parser.add_argument("--only", choices=("bits", "speed"), help="by default both")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="writes deterministic.json")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="writes a JSON file")
     options = parser.parse_args(arguments)
     precision = Precision.of(options.precision)
     family, config = (Qwen3, SMALL) if options.small else published(options.model)
@@ -175,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ratio = plain[name] / found
             print(f"{name}: {found:.3f} ms, usually {plain[name]:.3f} ms: {ratio:.2f} of the speed")
     if options.save:
-        measure.save("deterministic", result, options.save)
+        name = "-".join(filter(None, ("deterministic", options.only)))
+        measure.save(name, result, options.save)
     return int(any(result.get("differing", {}).values()))
 
 

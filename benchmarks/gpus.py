@@ -58,7 +58,7 @@ dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "{gpu.like}"
 """
 
-# Of GPUs with NVLink; with these versions, XLA records kernels of Mosaic GPU into CUDA graphs.
+# Fields of GPUs with NVLink. Without versions, XLA leaves kernels of Mosaic GPU out of CUDA graphs.
 _SEVERAL = """device_interconnect_info { active_links: 18 }
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" """
 

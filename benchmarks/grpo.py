@@ -91,17 +91,17 @@ def plainly(
         return token, chosen
 
     def body(carry: Any) -> Any:
-        number, tokens, chances, logits, cache = carry
-        token, chance = drawn(logits, number)
-        tokens, chances = tokens.at[:, number].set(token), chances.at[:, number].set(chance)
+        number, tokens, logprobs, logits, cache = carry
+        token, logprob = drawn(logits, number)
+        tokens, logprobs = tokens.at[:, number].set(token), logprobs.at[:, number].set(logprob)
         logits, cache = _step(model, token[:, None], first + number, cache)
-        return number + 1, tokens, chances, logits, cache
+        return number + 1, tokens, logprobs, logits, cache
 
     logits, cache = _step(model, prompts, jnp.int32(0), (empty, empty))
-    tokens, chances = jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most))
-    begin = jnp.int32(0), tokens, chances, logits, cache
-    _, tokens, chances, *_ = jax.lax.while_loop(lambda it: it[0] < lengths.max(), body, begin)
-    return tokens, chances
+    tokens, logprobs = jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most))
+    begin = jnp.int32(0), tokens, logprobs, logits, cache
+    _, tokens, logprobs, *_ = jax.lax.while_loop(lambda it: it[0] < lengths.max(), body, begin)
+    return tokens, logprobs
 
 
 def by_engine(
@@ -118,11 +118,11 @@ def by_engine(
         for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     tokens = np.zeros((len(prompts), most), np.int32)
-    chances = np.zeros((len(prompts), most), np.float32)
+    logprobs = np.zeros((len(prompts), most), np.float32)
     for row, handle in enumerate(handles):
         handle.result()
-        tokens[row, : lengths[row]], chances[row, : lengths[row]] = handle.tokens, handle.logprobs
-    return tokens, chances
+        tokens[row, : lengths[row]], logprobs[row, : lengths[row]] = handle.tokens, handle.logprobs
+    return tokens, logprobs
 
 
 def make_update(structure: Any) -> Callable[..., Any]:
@@ -166,14 +166,14 @@ def loop(options: argparse.Namespace, config: Any, engine: mpjax.Engine | None) 
             found = plainly(model, prompts, lengths, jax.random.key(number), most)
         else:
             found = by_engine(engine, prompts, lengths, number, most)
-        tokens, chances = map(np.asarray, found)
+        tokens, logprobs = map(np.asarray, found)
         sampled = time.perf_counter()
         columns = np.arange(first + most - 1)[None]
         is_new = (columns >= first - 1) & (columns < first - 1 + lengths[:, None])
         batch = {
             "tokens": np.concatenate([prompts, tokens], 1),
             "lengths": first + lengths,
-            "sampled": np.pad(chances, ((0, 0), (first - 1, 0))),
+            "sampled": np.pad(logprobs, ((0, 0), (first - 1, 0))),
             "is_new": is_new,
             "advantages": rng.standard_normal(rows).astype(np.float32),
         }

@@ -1,4 +1,4 @@
-"""What the layers that draft have in common: their state, and attention to earlier pairs.
+"""The state of layers that draft, their attention to earlier pairs, and what each kind defines.
 
 Such a layer reads pairs of a token and the hidden state before it. `mtp.py` and `eagle.py` are the
 two kinds; `drafts.py` runs them.
@@ -121,7 +121,7 @@ class DraftMixer(nnx.Module):
 
     @abc.abstractmethod
     def finish(self, terms: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head's logits are computed from, and the hidden state of the next pair."""
+        """The input of the head's table [..., hidden], and the hidden state of the next pair."""
 
     @abc.abstractmethod
     def logits(self, model: Any, hidden: jax.Array, context: StepContext) -> jax.Array:

@@ -130,7 +130,7 @@ def shapes_of(call: Call, state: State) -> Any:
 
 
 def reused(results: Any) -> Any:
-    """Those of the results of `forward` or `choose` that the next run may overwrite."""
+    """The results of `forward` or `choose` whose memory the next run of the program may reuse."""
     if isinstance(results, Drawn):
         return dataclasses.replace(results, speculated=None, captured=None)
     return results[0]

@@ -210,7 +210,7 @@ class Managed(abc.ABC):
                 self._end_all("cancelled", CancelledError("the engine was closed"))
 
     def _parts(self) -> dict[str, Any]:
-        """What is alike in all processes of an engine."""
+        """The properties of engine and model that must be equal in all processes, by name."""
         model, runner, proposer = self.lm.model, self._runner, self._runner.proposer
         plain = [it for it in (vars(proposer) if proposer else {}).items() if type(it[1]) is int]
         return {

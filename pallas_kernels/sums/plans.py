@@ -14,7 +14,7 @@ from mpjax.kernels.sums.layout import MOST_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What the plan of a sum depends on: its devices, its bytes, and the limits of their GPUs."""
+    """A sum to plan: the number of devices, the bytes of x on each, and the limits of the GPUs."""
 
     devices: int
     nbytes: int

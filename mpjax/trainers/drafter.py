@@ -40,8 +40,8 @@ class DrafterTraining:
     The first reads the model's hidden states. Each later one reads, at half of the tokens, the
     states that the head has computed in the pass before, so that the head learns to continue its
     proposals. vocabulary: how many tokens the head can propose, the most frequent ones of the
-    texts; None for all. layers: whose input streams the
-    head reads; None for three: near both ends, and in the middle. seed: of the weights and rows.
+    texts; None for all. layers: the numbers of the layers whose inputs the head reads; None for
+    three: near both ends, and in the middle. seed: of the weights and rows.
 
     Raises ValueError for values of other kinds or out of range.
     """
